@@ -60,6 +60,12 @@ class Deployment:
         """The data type of the target, ``float32``, ``bfloat16`` or ``float16``."""
         return str(self.target["dtype"])
 
+    @property
+    def schedule(self) -> Sequence[Sequence[int]]:
+        """The draft lengths by number of requests that were measured, as ``[[first, last, length], ...]``; often none."""
+        measured = self.environment.get("backend")
+        return measured.get("schedule", ()) if isinstance(measured, Mapping) else ()
+
     def model(self, hub: bool = True) -> str:
         """Return the target's hub id or folder; a GGUF file or the model of a wheel is written as a folder before.
 
@@ -128,7 +134,13 @@ class Deployment:
             )
 
     def left_out(
-        self, stops: bool = False, trees: bool = False, match: str = "", any_size: bool = False, rounds: bool = False
+        self,
+        stops: bool = False,
+        trees: bool = False,
+        match: str = "",
+        any_size: bool = False,
+        rounds: bool = False,
+        scheduled: bool = False,
     ) -> list[str]:
         """Return what an engine that drafts constant chains does otherwise than the configuration.
 
@@ -138,8 +150,12 @@ class Deployment:
             match: which match its lookup copies from, if that is not configured: ``first`` or ``last``.
             any_size: whether its lookup has no smallest n-gram.
             rounds: whether it rounds the weights of a draft itself.
+            scheduled: whether its draft length follows the number of requests.
         """
         config, differs = self.config, list[str]()
+        if self.schedule and not scheduled:
+            spans = "; ".join(f"{first} to {last} requests: {length}" for first, last, length in self.schedule)
+            differs.append(f"config.num_speculative_tokens: is the same for any number of requests; measured best: {spans}")
         if config.stop.method == "adaptive" or (config.stop.method == "threshold" and not stops):
             differs.append(f"config.stop: the {config.stop.method} rule is left out")
         if config.method == "layer_skip":

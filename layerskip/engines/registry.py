@@ -27,14 +27,14 @@ def launch_vllm(deployment: Deployment) -> Launch:
     way, config = deployment.way(), deployment.config
     on_cpu = deployment.environment.get("device") == "cpu"
     deployment.check_draft_bits("vLLM", in_float32=(8,) if on_cpu else ())
-    differs, model = deployment.left_out(match="first"), deployment.model()
+    differs, model = deployment.left_out(match="first", scheduled=True), deployment.model()
     command = ["python", "-m", API_SERVER, "--model", model] if on_cpu else ["vllm", "serve", model]
     # The server would otherwise take sampling parameters from the model's generation configuration.
     command += [*deployment.revision, "--dtype", deployment.dtype, "--generation-config", "vllm"]
     measured = deployment.environment.get("backend")
     if isinstance(measured, Mapping) and measured.get("name") == "vllm":
         command += map(str, measured.get("args", ()))  # the user's own
-    speculative = speculation(way, config, lambda: deployment.draft("vllm"))
+    speculative = speculation(way, config, lambda: deployment.draft("vllm"), deployment.schedule)
     if way == "suffix":
         differs.append("config.method: suffix decoding, which needs arctic-inference, drafts chains from a tree of suffixes")
     elif way == "cross_tokenizer":
@@ -45,17 +45,22 @@ def launch_vllm(deployment: Deployment) -> Launch:
     return {"method": method, "command": command, "arguments": speculative, "request": request, "differs": differs}
 
 
-def speculation(way: str, config: SpeculativeConfig, model: Callable[[], str]) -> dict[str, Any]:
+def speculation(
+    way: str, config: SpeculativeConfig, model: Callable[[], str], schedule: Sequence[Sequence[int]] = ()
+) -> dict[str, Any]:
     """Return the fields of ``--speculative-config``; empty for plain decoding.
 
     Retrieval becomes suffix decoding (arXiv 2411.04975). The depth of vLLM's tree limits the sum of match and draft. Its
     factor limits the draft to a multiple of the match, and is chosen so that the longest match drafts ``tree_tokens``.
 
     ``model`` returns the hub id or folder of what drafts; it is called if the ``way`` of drafting has a model or a head.
+    A ``schedule`` gives the draft length by number of requests, as ``[[first, last, length], ...]``.
     """
     if way == "none":
         return {}
     found: dict[str, Any] = {"method": _VLLM_METHODS.get(way, way), "num_speculative_tokens": config.num_speculative_tokens}
+    if schedule:
+        found["num_speculative_tokens_per_batch_size"] = [list(map(int, each)) for each in schedule]
     if way == "prompt_lookup":
         return found | {"prompt_lookup_min": config.prompt_lookup_min, "prompt_lookup_max": config.prompt_lookup_max}
     if way == "suffix":

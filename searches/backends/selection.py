@@ -35,8 +35,9 @@ def make_backend(config: DictConfig, target: Target) -> tuple[Backend, Workload]
 def exported_backend(config: DictConfig, export: Export, target: Target) -> tuple[Backend, Workload]:
     """Return the back end and the workload that an export was measured with.
 
-    The export gives the names alone. Settings are those of the configuration, since a back end may start programs that they
-    name, and files of others must not choose these. An export of another engine may be measured on a server that runs it.
+    The export gives names and a schedule alone. Settings are those of the configuration, since a back end may start programs
+    that they name, and files of others must not choose these. An export of another engine may be measured on a server that
+    runs it.
     """
     stored = export.environment.get("backend", {})
     load = stored.get("workload", {})
@@ -47,6 +48,8 @@ def exported_backend(config: DictConfig, export: Export, target: Target) -> tupl
             raise InputError(f"environment.backend: there is no back end {name!r}")
         with open_dict(config):
             config.merge_with(OmegaConf.load(file))
+            if stored.get("schedule"):
+                config.backend.schedule = stored["schedule"]
         fill_defaults(config)
     backend, asked = make_backend(config, target)
     if backend.name != name and (backend.name != ServerBackend.name or name == _OWN):

@@ -23,7 +23,7 @@ from layerskip.measure.measure import Task, greedy_checks
 from layerskip.measure.measurement import Sample
 from layerskip.models.environment import machine
 from layerskip.prompts import PromptItem
-from searches.app.checks import check_number, check_whole
+from searches.app.checks import InputError, check_list, check_number, check_whole
 from searches.backends.backend import BASELINE, CANDIDATE, Backend, BackendError, Comparison
 from searches.backends.client import Client
 from searches.backends.engine_process import EngineProcess, free_port
@@ -45,6 +45,8 @@ class ServedBackend(Backend):
         engines: the most engines that run at the same time.
         limit_seconds: the most seconds for one request.
         start_seconds: the most seconds that an engine may take to start.
+        schedule: draft lengths by number of requests in flight, as ``[[first, last, length], ...]``; all drafters of
+            engines that take one follow it. See :mod:`searches.schedule`.
     """
 
     exact: ClassVar[bool] = False
@@ -52,15 +54,37 @@ class ServedBackend(Backend):
     engines: int = 2
     limit_seconds: float = 300.0
     start_seconds: float = 600.0
+    schedule: Sequence[Sequence[int]] = ()
 
     def __post_init__(self) -> None:
         check_whole("backend.engines", self.engines)
         check_number("backend.limit_seconds", self.limit_seconds)
         check_number("backend.start_seconds", self.start_seconds)
+        self._check_schedule()
         self._running: dict[SpeculativeConfig, RunningEngine] = {}
         # Of the last comparison: the seconds in which each name's engine started, and the source of the order.
         self._startup_seconds: dict[str, float] = {}
         self._order = random.Random()
+
+    def _check_schedule(self) -> None:
+        check_list("backend.schedule", self.schedule)
+        after = 0
+        for entry in self.schedule:
+            check_list("backend.schedule", entry)
+            if len(entry) != 3:
+                raise InputError(f"backend.schedule: {list(entry)!r} is not [first, last, length]")
+            first, last, length = entry
+            check_whole("backend.schedule", first, after + 1)
+            check_whole("backend.schedule", last, first)
+            check_whole("backend.schedule", length, 0)
+            after = last
+        if self.schedule and self.schedule[0][0] != 1:
+            raise InputError("backend.schedule: does not begin with 1 request")
+
+    @property
+    def takes_schedules(self) -> bool:
+        """Whether the engine can change its draft length with the number of requests."""
+        return True
 
     @abstractmethod
     def arguments(self, config: SpeculativeConfig, port: int) -> list[str]:
@@ -83,7 +107,8 @@ class ServedBackend(Backend):
 
     def describe(self) -> dict[str, Any]:
         model = {"target": self.target.digest, "dtype": self.target.dtype, "machine": machine(self.target)}
-        return {"engines": self.engines} | model
+        schedule = {"schedule": [list(entry) for entry in self.schedule]} if self.schedule else {}
+        return {"engines": self.engines} | schedule | model
 
     def restrict(self, space: SearchSpace) -> SearchSpace:
         """Return the space without choices that servers do not have: stop rules, matches, datastores and windows.

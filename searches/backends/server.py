@@ -40,6 +40,12 @@ class ServerBackend(ServedBackend):
             raise InputError("backend.command: has no {port}")
         if not self._places:
             raise InputError(f"backend.command: has no {{{_SPECULATIVE}}}, so all configurations would be the same")
+        if self.schedule and not self.takes_schedules:
+            raise InputError(f"backend.schedule: has no effect without {{{_SPECULATIVE}}} in backend.command")
+
+    @property
+    def takes_schedules(self) -> bool:
+        return _SPECULATIVE in self._places
 
     def describe(self) -> dict[str, Any]:
         return {"command": self.command, "baseline_command": self.baseline_command} | super().describe()
@@ -61,7 +67,7 @@ class ServerBackend(ServedBackend):
         parts = shlex.split(self.baseline_command if plain and self.baseline_command else self.command)
         values: dict[str, Any] = {name: getattr(config, name, "") for name in _PLACES} | {"port": port}
         if _SPECULATIVE in self._places:
-            values[_SPECULATIVE] = json.dumps(vllm_config(self.target, config))
+            values[_SPECULATIVE] = json.dumps(vllm_config(self.target, config, schedule=self.schedule))
         found: list[str] = []
         for part in parts:
             if plain and any(f"{{{name}}}" in part for name in _PLACES):

@@ -67,7 +67,10 @@ def named(config: SpeculativeConfig) -> str:
 
 
 def vllm_config(
-    target: Target, config: SpeculativeConfig, folder: Callable[[SpeculativeConfig], str] = named
+    target: Target,
+    config: SpeculativeConfig,
+    folder: Callable[[SpeculativeConfig], str] = named,
+    schedule: Sequence[Sequence[int]] = (),
 ) -> dict[str, Any]:
     """Return vLLM's speculative configuration; empty for plain decoding. What vLLM does otherwise is :class:`Unsupported`.
 
@@ -78,7 +81,7 @@ def vllm_config(
     if config.stop != StopRule():
         raise Unsupported("config.stop: vLLM has no stop rules")
     way = Deployment(target.describe(), config).way()
-    return speculation(way, config, lambda: folder(config))
+    return speculation(way, config, lambda: folder(config), schedule)
 
 
 _PROBE = """
@@ -122,7 +125,7 @@ class VllmBackend(ServedBackend):
         return refusal(method)
 
     def arguments(self, config: SpeculativeConfig, port: int) -> list[str]:
-        speculation = vllm_config(self.target, config, self._drafting_folder)
+        speculation = vllm_config(self.target, config, self._drafting_folder, self.schedule)
         model = served_folder(self.target, Path(self.folder))
         command = [self._python, "-m", API_SERVER, "--model", model, "--host", "127.0.0.1", "--port", str(port)]
         command += ["--speculative-config", json.dumps(speculation)] if speculation else []

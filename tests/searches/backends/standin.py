@@ -2,8 +2,8 @@
 
 ``standin.py --port N [--speculative-config JSON] [--fault NAME]``. The new tokens of a prompt depend on the
 prompt alone. With a speculative configuration of ``num_speculative_tokens`` k, every draft has k tokens, of which the rounds
-accept 0, 1, ..., k, 0, 1, ... The counters under ``/metrics`` say so in vLLM's words. Every process writes its id to
-the folder of ``--folder``.
+accept 0, 1, ..., k, 0, 1, ... The counters under ``/metrics`` say so in vLLM's words. A schedule by number of requests sets
+k when a request begins. Every process writes its id to the folder of ``--folder``.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ class Standin(BaseHTTPRequestHandler):
         tokens = planted(asked["prompt"], count + (3 if fault == "too_many" else 0))
         if fault == "wrong" and self.drafted:
             tokens[-1] += 1
-        accepted = planted_rounds(count - 1, self.drafted)
+        drafted = self._length(self.in_flight)
+        accepted = planted_rounds(count - 1, drafted)
         sizes = [1 + (3 if fault == "too_many" else 0), *(length + 1 for length in accepted)]
         done = 0
         if fault.startswith("ends"):
@@ -146,7 +147,7 @@ class Standin(BaseHTTPRequestHandler):
                 time.sleep(600)
             if number == 1 and fault in GARBAGE:
                 yield GARBAGE[fault]
-            if number and self.drafted:
+            if number and drafted:
                 with self.lock:
                     self.accepted.append(size - 1)
             new, done = tokens[done : done + size], done + size
@@ -157,8 +158,13 @@ class Standin(BaseHTTPRequestHandler):
                 choice["token_ids"] = new
             if fault != "no_tokens":
                 yield "data: " + json.dumps({"choices": [choice]})
-            time.sleep(self.options.pause)
+            time.sleep(self.options.pause + self.options.crowded * (drafted > 0 and self.in_flight > 1))
         yield "data: " + json.dumps({"choices": [], "usage": {"completion_tokens": 0 if fault == "no_tokens" else done}})
+
+    def _length(self, in_flight: int) -> int:
+        """Return the draft length with so many requests, by the schedule if there is one."""
+        schedule = (self.options.speculative_config or {}).get("num_speculative_tokens_per_batch_size", ())
+        return next((length for first, last, length in schedule if first <= in_flight <= last), self.drafted)
 
     def log_message(self, *_: object) -> None:
         """Print nothing: the log is for planned messages."""
@@ -172,6 +178,9 @@ def main() -> None:
     parser.add_argument("--fault", choices=FAULTS, default="")
     parser.add_argument("--after", type=int, default=1, help="number of requests before the fault; the first one warms up")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds after each piece")
+    parser.add_argument(
+        "--crowded", type=float, default=0.0, help="more seconds after a drafted piece, among other requests"
+    )
     parser.add_argument("--folder", default=None)
     parser.add_argument("--key", default="", help="which requests must have")
     parser.add_argument("--broken-length", type=int, default=0, help="drafts of so many tokens end the server as it starts")

@@ -1,0 +1,490 @@
+"""The draft length by number of requests in flight, for an engine that serves several at once.
+
+Usage: ``python -m searches.schedule [config=outputs/<study>/best.json] [workload.concurrency=[1,4,16]] [lengths=[1,3,5,7]]``
+
+The longest draft is measured first at every number of requests. Its acceptance by position and its cost predict the
+shorter ones, and those that cannot be the fastest at any number are left out. The fastest length at each number, or no
+drafting, makes the schedule. It is measured on held-out prompts beside every fixed length that was tried, and drafting is
+switched off where it loses there. An engine of its own serves each length, next to plain decoding. An interrupted run
+resumes.
+
+The export holds the schedule; ``searches.export`` prints the command that starts an engine with it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hydra.utils import instantiate
+from matplotlib.figure import Figure
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from layerskip import Export, Measurement, PromptSet, Sampling, SpeculativeConfig, Target
+from layerskip.config import methods
+from layerskip.export import attachment_digests
+from layerskip.files import digest, write_json
+from layerskip.measure.measurement import MIN_RESAMPLED
+from layerskip.models.environment import environment
+from searches.app.application import run
+from searches.app.checks import InputError, check_flag, check_list, check_number, check_seed, check_whole
+from searches.app.targets import command_line
+from searches.backends.backend import BASELINE, CANDIDATE, Workload
+from searches.backends.running_engine import request_metrics
+from searches.backends.selection import closing, described, make_backend
+from searches.backends.served import ServedBackend
+from searches.progress import say
+from searches.report.tables import Row, as_markdown, conditions
+from searches.results import ResultLog, record_header
+from searches.study.bench import ModelBench, resumed_rows
+from searches.study.plan import check_prompts
+from searches.tracking.tracker import Tracker
+
+GOALS = ("tpot", "throughput", "p95_tpot", "p95_ttft")
+"""What is compared: decoding time per token, tokens per second with the prefill, or the 95th percentile of a latency."""
+_AGAIN = "again"  # plain decoding once more, whose differing outputs are the noise of the engine
+_TIE = 0.01  # share of speed that a shorter draft may cost
+_CLOSE = 0.05  # share by which a length may miss the best prediction and still be measured
+_RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Loads:
+    """The requests in flight that a schedule is for; see ``workload`` in ``conf/schedule.yaml``."""
+
+    concurrency: tuple[int, ...]
+    goal: str
+    limit_seconds: float | None
+
+    def __post_init__(self) -> None:
+        check_list("workload.concurrency", self.concurrency, or_empty=False)
+        for count in self.concurrency:
+            check_whole("workload.concurrency", count)
+        check_list("workload.goal", [self.goal], GOALS)
+        if self.limit_seconds is not None:
+            check_number("workload.limit_seconds", self.limit_seconds)
+            if self.percentile is None:
+                raise InputError(f"workload.limit_seconds: is a limit for p95_tpot and p95_ttft, not for {self.goal}")
+
+    @property
+    def percentile(self) -> str | None:
+        """The metric of requests that the goal is, or None."""
+        return f"{self.goal[4:]}_p95" if self.goal.startswith("p95_") else None
+
+    def workload(self, concurrency: int) -> Workload:
+        """Return the load with a number of requests, whose speedups are those of the goal."""
+        return Workload(concurrency, "throughput" if self.goal == "throughput" else "decoding")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One draft length at one number of requests, against plain decoding; a length of 0 stands for a schedule.
+
+    Args:
+        speedup: of the goal, above 1 if better than plain decoding, with its interval of 95 %.
+        metrics: of :func:`~searches.backends.running_engine.request_metrics`.
+        near_ties, differing: outputs that differ from plain decoding's by rounding, and otherwise; ``noise`` are those
+            in which plain decoding differs from itself otherwise.
+        predicted: the speedup that was expected.
+    """
+
+    concurrency: int
+    num_speculative_tokens: int
+    speedup: tuple[float, float, float]
+    metrics: Mapping[str, float]
+    prompts: int
+    mean_acceptance_length: float
+    near_ties: int = 0
+    differing: int = 0
+    noise: int | None = None
+    predicted: float | None = None
+
+    @property
+    def keeps_output(self) -> bool:
+        """Whether no more outputs changed than those of plain decoding do by themselves."""
+        return self.differing <= (self.noise or 0)
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, Any]], loads: Loads, concurrency: int, length: int) -> Cell:
+        """Judge the rows of a comparison."""
+        measured = Measurement.of(rows, BASELINE, CANDIDATE)
+        different = [each for each in measured.lossless.divergences if not each.near_tie]
+        again = Measurement.of(rows, BASELINE, _AGAIN)
+        return cls(
+            concurrency,
+            length,
+            _speedup(measured, loads.percentile),
+            request_metrics(measured),
+            measured.prompts,
+            measured.stats.mean_acceptance_length,
+            len(measured.lossless.divergences) - len(different),
+            len(different),
+            sum(not each.near_tie for each in again.lossless.divergences) if again.candidate else None,
+        )
+
+
+def _speedup(measured: Measurement, percentile: str | None) -> tuple[float, float, float]:
+    """Return the speedup with its interval; of a latency's percentile by the bootstrap over prompts."""
+    if percentile is None:
+        return measured.speedup, *measured.interval()
+
+    def ratio(pairs: Measurement) -> float:
+        found = request_metrics(pairs)
+        return found[f"{BASELINE}_{percentile}"] / found[percentile]
+
+    pairs = list(zip(measured.baseline, measured.candidate, strict=True))
+    random, ratios = np.random.default_rng(0), list[float]()
+    for _ in range(_RESAMPLES if len(pairs) >= MIN_RESAMPLED else 0):
+        chosen = [pairs[place] for place in random.integers(len(pairs), size=len(pairs))]
+        ratios.append(ratio(Measurement(*(tuple(side) for side in zip(*chosen, strict=True)))))
+    low, high = np.quantile(ratios, [0.025, 0.975]) if ratios else (0.0, math.inf)
+    return ratio(measured), float(low), float(high)
+
+
+def predicted(cell: Cell, measured: Measurement, length: int) -> float:
+    """Return the expected speedup of a draft length below that of a measured cell.
+
+    Copied texts that one long draft covers take several short ones, each with the acceptance of its positions. The cost of
+    a round beyond a step of plain decoding is taken to grow evenly with the draft.
+    """
+    drafted = [each for each in measured.stats.rounds if each.drafted]
+    tokens, with_drafts = sum(each.committed for each in measured.stats.rounds), sum(each.committed for each in drafted)
+    if not drafted:
+        return cell.speedup[0]
+    cost = (tokens / cell.speedup[0] - (tokens - with_drafts)) / len(drafted)
+    accepted = sum(min(each.accepted, length) for each in drafted) / len(drafted)
+    share = length / cell.num_speculative_tokens
+    return tokens / (tokens - with_drafts + with_drafts / (1 + accepted) * (1 + (cost - 1) * share))
+
+
+def worth_trying(predictions: Mapping[int, Mapping[int, float]]) -> list[int]:
+    """Return the lengths that may be the fastest at some number of requests, given speedups by number and length."""
+    found = set[int]()
+    for speedups in predictions.values():
+        best = max(1.0, *speedups.values())
+        found |= {length for length, speedup in speedups.items() if speedup >= best * (1 - _CLOSE)}
+    return sorted(found)
+
+
+def fastest(cells: Sequence[Cell], loads: Loads) -> int:
+    """Return the draft length for one number of requests; 0 if none is faster than plain decoding beyond doubt.
+
+    With a limit, throughput decides between all that are within it, plain decoding included.
+    """
+    metric, limit = loads.percentile, loads.limit_seconds
+    if metric is not None and limit is not None and cells:
+        rates = {cell.num_speculative_tokens: cell.metrics["throughput"] for cell in cells if cell.metrics[metric] <= limit}
+        plain = cells[0].metrics
+        rates |= {0: plain[f"{BASELINE}_throughput"]} if plain[f"{BASELINE}_{metric}"] <= limit else {}
+        if rates:
+            return max(sorted(rates), key=lambda length: rates[length])
+    faster = [cell for cell in cells if cell.speedup[1] > 1]
+    enough = max((cell.speedup[0] for cell in faster), default=1.0) * (1 - _TIE)
+    return min((cell.num_speculative_tokens for cell in faster if cell.speedup[0] >= enough), default=0)
+
+
+def as_ranges(lengths: Mapping[int, int]) -> list[list[int]]:
+    """Return lengths by number of requests as vLLM's ``[[first, last, length], ...]``.
+
+    Between two numbers, the geometric mean parts them; beyond the last one, its length stays.
+    """
+    found, numbers, first = list[list[int]](), sorted(lengths), 1
+    for place, number in enumerate(numbers):
+        last = number if place + 1 == len(numbers) else max(number, math.isqrt(number * numbers[place + 1]))
+        if found and found[-1][2] == lengths[number]:
+            found[-1][1] = last
+        else:
+            found.append([first, last, lengths[number]])
+        first = last + 1
+    return found
+
+
+@dataclass(frozen=True)
+class Confirmed:
+    """The result on held-out prompts: what was measured of each contender, by its name and the number of requests.
+
+    ``lengths`` are those of the schedule, by number of requests, without those that lost.
+    """
+
+    lengths: Mapping[int, int]
+    cells: Mapping[str, Sequence[Cell]]
+
+    @property
+    def ranges(self) -> list[list[int]]:
+        """The schedule in vLLM's form; empty if one length, or no drafting, is for all numbers of requests."""
+        return as_ranges(self.lengths) if len(set(self.lengths.values())) > 1 else []
+
+
+@dataclass(frozen=True)
+class Search:
+    """What a schedule is measured with: a drafter on an engine, its loads and prompts, and the log of an interrupted run."""
+
+    backend: ServedBackend
+    config: SpeculativeConfig
+    loads: Loads
+    lengths: Sequence[int]
+    max_new_tokens: int
+    seed: int
+    log: ResultLog
+    on_cell: Callable[[str, Cell], object] = lambda name, cell: None
+
+    def of_length(self, length: int) -> SpeculativeConfig:
+        """Return the configuration that drafts so many tokens."""
+        return replace(self.config, num_speculative_tokens=length) if length else SpeculativeConfig()
+
+    def rows(
+        self, backend: ServedBackend, config: SpeculativeConfig, prompts: PromptSet, stage: str, repeats: int = 1
+    ) -> Iterator[tuple[int, list[Mapping[str, Any]]]]:
+        """Yield the rows at each number of requests; plain decoding counts twice in the held-out stage."""
+        configs = {CANDIDATE: config} | ({_AGAIN: SpeculativeConfig()} if stage == "held-out" else {})
+        for concurrency in self.loads.concurrency:
+            bench = ModelBench(backend, Sampling(), self.max_new_tokens, self.loads.workload(concurrency))
+            found: list[Mapping[str, Any]] = []
+            for repeat in range(repeats):
+                seed = self.seed + 1000 * repeat
+                measure = partial(bench.compare, configs, repeats=1, seed=seed)
+                prefix = f"{stage} {digest([config.to_dict(), backend.schedule])[:8]} {concurrency} {repeat}"
+                found += resumed_rows(measure, prompts, self.log, prefix)
+            yield concurrency, found
+
+    def tune(self, prompts: PromptSet, predict: bool) -> list[Cell]:
+        """Measure the lengths that may be the fastest at some number of requests, the longest first."""
+        longest = max(self.lengths)
+        cells, predictions = list[Cell](), dict[int, dict[int, float]]()
+        for concurrency, rows in self.rows(self.backend, self.of_length(longest), prompts, "tune"):
+            cells.append(self._told("tune", Cell.of(rows, self.loads, concurrency, longest)))
+            measured = Measurement.of(rows, BASELINE, CANDIDATE)
+            predictions[concurrency] = {length: predicted(cells[-1], measured, length) for length in self.lengths}
+        chosen = worth_trying(predictions) if predict else list(self.lengths)
+        if left := sorted({*self.lengths} - {*chosen, longest}):
+            say(f"not measured, because they cannot be the fastest by what {longest} shows: {', '.join(map(str, left))}")
+        for length in sorted({*chosen} - {longest}):
+            for concurrency, rows in self.rows(self.backend, self.of_length(length), prompts, "tune"):
+                expected = predictions[concurrency][length]
+                cell = replace(Cell.of(rows, self.loads, concurrency, length), predicted=expected)
+                cells.append(self._told("tune", cell))
+        return cells
+
+    def confirm(self, cells: Sequence[Cell], prompts: PromptSet, repeats: int) -> Confirmed:
+        """Measure the schedule that cells make, and every fixed length of them, on held-out prompts."""
+        numbers = self.loads.concurrency
+        lengths = {at: fastest([cell for cell in cells if cell.concurrency == at], self.loads) for at in numbers}
+        measured = dict[str, list[Cell]]()
+        for length in sorted({cell.num_speculative_tokens for cell in cells}):
+            measured[f"always {length}"] = self._confirmed(self.backend, length, prompts, repeats)
+        scheduled = self.backend
+        if len(set(lengths.values())) > 1:
+            self.backend.close()  # its engines would hold memory
+            scheduled = replace(self.backend, schedule=as_ranges(lengths))
+            with closing(scheduled):
+                measured["schedule"] = self._confirmed(scheduled, max(lengths.values()), prompts, repeats)
+        elif any(lengths.values()):
+            measured["schedule"] = measured[f"always {max(lengths.values())}"]
+        lost = [cell for cell in measured.get("schedule", ()) if cell.speedup[2] < 1 or not cell.keeps_output]
+        for cell in lost:
+            if lengths[cell.concurrency]:
+                why = "is slower than plain decoding" if cell.keeps_output else "changes the output"
+                say(f"no drafting at {cell.concurrency} requests, where it {why} on held-out prompts")
+        return Confirmed(lengths | {cell.concurrency: 0 for cell in lost}, measured)
+
+    def _confirmed(self, backend: ServedBackend, length: int, prompts: PromptSet, repeats: int) -> list[Cell]:
+        found = self.rows(backend, self.of_length(length), prompts, "held-out", repeats)
+        shown = 0 if backend.schedule else length
+        return [self._told("held-out", Cell.of(rows, self.loads, at, shown)) for at, rows in found]
+
+    def _told(self, stage: str, cell: Cell) -> Cell:
+        name = f"length {cell.num_speculative_tokens}" if cell.num_speculative_tokens else "schedule"
+        say(f"{stage}: {name}, {cell.concurrency} in flight: {_interval(cell)} x plain decoding")
+        self.on_cell(f"{stage.replace('-', '_')}_{name.replace(' ', '_')}_speedup", cell)
+        return cell
+
+
+def schedule(config: DictConfig) -> Confirmed:
+    """Find the schedule, write the export and the report, and print it; ``conf/schedule.yaml`` is the configuration."""
+    check_seed(config.seed)
+    check_flag("predict", config.predict)
+    check_list("lengths", config.lengths, or_empty=False)
+    for length in config.lengths:
+        check_whole("lengths", length)
+    for name in ("max_new_tokens", "repeats"):
+        check_whole(f"measure.{name}", config.measure[name])
+    with open_dict(config):
+        asked = config.pop("workload")
+    loads = Loads(tuple(sorted(set(asked.concurrency))), asked.goal, asked.limit_seconds)
+    sampling: Sampling = instantiate(config.sampling)
+    if not sampling.greedy:
+        raise InputError("sampling: outputs are compared greedily; sampling=greedy")
+    prompts: PromptSet = instantiate(config.prompts)
+    halves = [half.take(config.measure.prompts) for half in prompts.split()]
+    if (most := min(map(len, halves))) < max(loads.concurrency):
+        raise InputError(
+            f"workload.concurrency: {max(loads.concurrency)} requests need as many prompts in each half; {most}"
+        )
+    target: Target = instantiate(config.target)
+    check_prompts(prompts, target, config.measure.max_new_tokens)
+    drafter = _drafter(config.config, target)
+    backend, _ = make_backend(config, target)
+    if not isinstance(backend, ServedBackend) or not backend.takes_schedules:
+        raise InputError("backend: takes no schedule; backend=vllm, or backend=server with {speculative_config}")
+    if (reason := backend.supports(drafter.method)) is not None:
+        raise InputError(f"config: {reason}")
+    settings = {"lengths": list(config.lengths), "measure": OmegaConf.to_container(config.measure), **asdict(loads)}
+    described_by = [
+        settings,
+        drafter.to_dict(),
+        attachment_digests(drafter),
+        prompts.digest,
+        backend.describe(),
+        config.seed,
+    ]
+    identity, folder = digest(described_by)[:12], Path(config.outputs) / "schedule"
+    unfinished = Path(config.outputs) / f"schedule-{identity}.jsonl"
+    tracker = Tracker(config.tracking.uri, Path(config.outputs), config.tracking.experiment)
+    texts = {"config.yaml": OmegaConf.to_yaml(config)}
+    where = environment(target)
+    tracker.open_study(f"schedule of {drafter.label()}", identity, settings, where, "schedule", prompts, texts)
+
+    def log(name: str, cell: Cell) -> None:
+        tracker.log({name: cell.speedup[0]}, cell.concurrency)
+
+    with tracker.closing(), closing(backend):
+        search = Search(
+            backend,
+            drafter,
+            loads,
+            sorted(config.lengths),
+            config.measure.max_new_tokens,
+            config.seed,
+            ResultLog(unfinished),
+            log,
+        )
+        cells = search.tune(halves[0], config.predict)
+        found = search.confirm(cells, halves[1], config.measure.repeats)
+        export = _export(found, search, target, halves[1])
+        export.save(folder / "best.json")
+        record = record_header("layerskip.schedule/1", target) | {
+            "settings": settings,
+            "max_new_tokens": config.measure.max_new_tokens,
+            "repeats": config.measure.repeats,
+            "config": drafter.to_dict(),
+            "backend": backend.describe(),
+            "prompts": {"name": prompts.name, "count": len(halves[1]), "digest": halves[1].digest},
+            "tune": [asdict(cell) for cell in cells],
+            "held_out": {name: [asdict(cell) for cell in row] for name, row in found.cells.items()},
+            "lengths": found.lengths,
+            "ranges": found.ranges,
+        }
+        write_json(folder / "schedule.json", record)
+        text = report(found, cells, loads, record)
+        (folder / "schedule.md").write_text(f"{text}\n", encoding="utf-8")
+        _draw(found, folder / "schedule.png")
+        for name in ("best.json", "schedule.json", "schedule.md", "schedule.png"):
+            tracker.log_file(folder / name)
+    unfinished.unlink(missing_ok=True)
+    print(text)
+    print(f"wrote {folder / 'best.json'}; python -m searches.export {folder / 'best.json'} engine=vllm prints the command")
+    return found
+
+
+def _drafter(file: str | None, target: Target) -> SpeculativeConfig:
+    """Return the configuration of an export, or that of prompt lookup."""
+    if file is None:
+        return SpeculativeConfig.of("prompt_lookup", methods()["prompt_lookup"].first)
+    export = Export.load(file)
+    export.check(target)
+    if "num_speculative_tokens" not in methods()[export.config.method]:
+        raise InputError(f"config: {export.config.label()} has no draft length")
+    return export.config
+
+
+def _export(found: Confirmed, search: Search, target: Target, prompts: PromptSet) -> Export:
+    """Return the export, whose evidence is that of the fewest requests at which it drafts."""
+    drafting = [at for at, length in found.lengths.items() if length]
+    config = search.of_length(max(found.lengths.values()))
+    backend = replace(search.backend, schedule=found.ranges)
+    cells = {cell.concurrency: cell for cell in found.cells.get("schedule", ())}
+    evidence: dict[str, Any] = {"prompts_digest": prompts.digest, "max_new_tokens": search.max_new_tokens}
+    if drafting:
+        evidence |= cells[drafting[0]].metrics
+        evidence |= dict(zip(("speedup", "speedup_low", "speedup_high"), cells[drafting[0]].speedup, strict=True))
+    where = environment(target) | described(backend, search.loads.workload(min(drafting, default=1)))
+    return Export(target.describe(), config, Sampling(), evidence, where, {"schedule": found.ranges})
+
+
+def _interval(cell: Cell) -> str:
+    return "{:.2f} ({:.2f} to {:.2f})".format(*cell.speedup)
+
+
+def report(found: Confirmed, cells: Sequence[Cell], loads: Loads, record: Mapping[str, Any]) -> str:
+    """Return the schedule and its evidence as Markdown."""
+    *spans, (last, _, final) = as_ranges(found.lengths)
+    shares = [f"{first} to {end}: {length or 'off'}" for first, end, length in spans] + [f"from {last}: {final or 'off'}"]
+    lines = [f"num_speculative_tokens by requests in flight: {'; '.join(shares)}", "", f"goal: {loads.goal}", ""]
+    by_contender: list[Row] = []
+    for name, row in found.cells.items():
+        whole = math.exp(statistics.fmean(math.log(cell.speedup[0]) for cell in row))
+        shown = {f"{cell.concurrency} in flight": _interval(cell) for cell in row}
+        by_contender.append({"held-out prompts": name} | shown | {"geometric mean": f"{whole:.2f}"})
+    by_contender.append({"held-out prompts": "off"} | {f"{at} in flight": "1.00" for at in loads.concurrency})
+    by_contender[-1]["geometric mean"] = "1.00"
+    requests: list[Row] = []
+    for cell in found.cells.get("schedule", ()):
+        metrics, shown = cell.metrics, {"in flight": str(cell.concurrency)}
+        for title, name, factor in _LATENCIES:
+            shown[title] = f"{factor * metrics[name]:.1f} (off: {factor * metrics[f'{BASELINE}_{name}']:.1f})"
+        shown["outputs that differ"] = f"{cell.differing + cell.near_ties} of {cell.prompts}, {cell.near_ties} near-ties"
+        requests.append(shown | {"of plain decoding from itself": str(cell.noise)})
+    tuned = [
+        {
+            "tune prompts": f"length {cell.num_speculative_tokens}, {cell.concurrency} in flight",
+            "speedup": _interval(cell),
+            "predicted": "" if cell.predicted is None else f"{cell.predicted:.2f}",
+            "tokens/round": f"{cell.mean_acceptance_length:.2f}",
+        }
+        for cell in cells
+    ]
+    for rows in (by_contender, requests, tuned):
+        lines += [*as_markdown(rows), ""] if rows else []
+    return "\n".join([*lines, conditions(record)])
+
+
+_LATENCIES = (
+    ("tokens/s", "throughput", 1.0),
+    ("ms/token p95", "tpot_p95", 1000.0),
+    ("ms to first p95", "ttft_p95", 1000.0),
+)
+
+
+def _draw(found: Confirmed, path: Path) -> None:
+    """Save the speedups on held-out prompts by requests in flight as a picture."""
+    picture = Figure(figsize=(8, 5), layout="constrained")
+    axes = picture.subplots()
+    for name, row in found.cells.items():
+        speedups = np.array([cell.speedup for cell in row]).T
+        bars = np.abs(speedups[1:] - speedups[0])
+        axes.errorbar(
+            [cell.concurrency for cell in row],
+            speedups[0],
+            bars,
+            capsize=3,
+            marker="o",
+            label=name,
+            linewidth=2.5 if name == "schedule" else 1,
+        )
+    axes.axhline(1, color="0.6", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="requests in flight", ylabel="speedup over no drafting")
+    axes.legend()
+    picture.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    sys.argv[1:] = command_line(sys.argv[1:], "config")
+    run("schedule", schedule)
