@@ -1,7 +1,9 @@
 """Inference engines against the winner of a study, on the same machine, prompts and clock.
 
-Plain decoding and prompt lookup of every engine are measured interleaved with our plain decoding and the study's winner,
-prompt by prompt. An engine that crashes or hangs is left out from then on. Ours is compared token for token with our plain
+Plain decoding of every engine comes first, on tune prompts, beside our plain decoding and the study's winner. An engine that
+could not reach the leader with the best published gain of a lookup gets no trials; the others get a few. Then all plain
+decodings, and the usual and the best lookup of each engine with trials, are measured on held-out prompts, interleaved prompt
+by prompt. An engine that crashes or hangs is left out from then on. Ours is compared token for token with our plain
 decoding; an engine rounds in its own way, so that its lookup is compared with its own plain decoding.
 """
 
@@ -10,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,8 @@ from layerskip.measure.measure import Contender, Decoder, Task, interleave
 from layerskip.measure.measurement import Sample
 from searches.app.checks import InputError, check_list
 from searches.backends.engine_process import interpreter
-from searches.engines.peer import ENGINES, METHODS, EnginePeer
+from searches.engines.peer import ENGINES, EnginePeer
+from searches.engines.trials import LookupTrial, lookup_trials, reason_against
 from searches.progress import say
 
 RACE_FILE = "engines.json"
@@ -49,12 +53,17 @@ class RaceRow:
 
 @dataclass(frozen=True)
 class Race:
-    """The results of a race, fastest first; ``left_out`` are sentences on engines that could not be measured at all."""
+    """The results of a race, fastest first.
+
+    ``left_out`` are sentences on engines that could not be measured at all, ``notes`` on those without trials.
+    """
 
     rows: tuple[RaceRow, ...]
     fastest_plain: str
     prompts: int
     left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    trials: tuple[LookupTrial, ...] = ()
 
     @property
     def fastest(self) -> RaceRow:
@@ -68,7 +77,8 @@ class Race:
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Race:
         """Return the race that :meth:`to_dict` described."""
-        return cls(**fields | {"rows": tuple(RaceRow(**row) for row in fields["rows"])})
+        rows, trials = (RaceRow(**row) for row in fields["rows"]), (LookupTrial(**trial) for trial in fields["trials"])
+        return cls(**fields | {"rows": tuple(rows), "trials": tuple(trials)})
 
 
 def chosen_engines(names: Any) -> tuple[str, ...]:
@@ -89,38 +99,62 @@ def race(
     target: Target,
     winner: SpeculativeConfig,
     engines: Sequence[str],
-    prompts: PromptSet,
+    prompts: tuple[PromptSet, PromptSet],
     task: Task,
     folder: Path,
     on_prompt: Callable[[], object] = lambda: None,
 ) -> Race:
-    """Measure engines, our plain decoding and the winner of a study greedily; ``folder`` keeps what engines load."""
+    """Measure engines, our plain decoding and the winner of a study greedily.
+
+    Args:
+        prompts: those of trials, and held-out ones.
+        folder: keeps what engines load.
+        on_prompt: is called after each held-out prompt.
+    """
     own = {PLAIN: Decoder.of(target, SpeculativeConfig())}
     own |= {} if winner.method == "none" else {WINNER: Decoder.of(target, winner)}
-    dtype = "bfloat16" if target.precision == "mixed" else None
+    load: Callable[..., EnginePeer] = partial(
+        EnginePeer, target, folder, dtype="bfloat16" if target.precision == "mixed" else None
+    )
+    tune, held_out = prompts
     with contextlib.ExitStack() as opened:
         peers: dict[str, EnginePeer] = {}
         left_out: list[str] = []
+
+        def add(name: str, engine: str, method: str, **lengths: int) -> None:
+            say(f"engines: loading {name}")
+            try:
+                peers[name] = opened.enter_context(contextlib.closing(load(engine, method, **lengths)))
+            except UnsupportedModel as error:
+                say(f"engines: left out: {error}")
+                left_out.append(str(error))
+
         for engine in engines:
-            for method in METHODS:
-                name = f"{engine}, {method.replace('_', ' ')}"
-                say(f"engines: loading {name}")
-                try:
-                    peer = EnginePeer(target, folder, engine, method, dtype=dtype)
-                except UnsupportedModel as error:
-                    say(f"engines: left out: {error}")
-                    left_out.append(str(error))
-                    break  # its other methods load the same model
-                peers[name] = opened.enter_context(contextlib.closing(peer))
-        rows, dropped = _measure(target, prompts, own, peers, task, on_prompt)
-        left_out += [reason for name, reason in dropped.items() if not any(name in row for row in rows)]
+            add(f"{engine}, plain", engine, "plain")
+        tuned, dropped = _measure(target, tune, own, peers, task, lambda: None)
+        speeds = {name: Measurement.of(tuned, PLAIN, name).speedup for name in (*own, *peers) if name not in dropped}
+        notes, trials = list[str](), list[LookupTrial]()
+        for engine in (engine for engine in engines if f"{engine}, plain" in speeds):
+            if (reason := reason_against(engine, speeds[f"{engine}, plain"], max(speeds.values()))) is not None:
+                say(f"engines: {reason}")
+                notes.append(reason)
+                continue
+            found = lookup_trials(partial(load, engine, "prompt_lookup"), engine, target, tune, task)
+            trials += found
+            for trial in [*found[:1], *(trial for trial in found[1:] if trial.is_default)]:
+                add(trial.name, engine, "prompt_lookup", **trial.lengths)
+        for peer in peers.values():
+            peer.outputs.clear()  # those of held-out prompts are compared
+        alive = {name: peer for name, peer in peers.items() if name not in dropped}
+        rows, ended = _measure(target, held_out, own, alive, task, on_prompt)
+        left_out += [reason for name, reason in (dropped | ended).items() if not any(name in row for row in rows)]
         plain = max(
             (name for name in rows[-1] if name.endswith("plain")), key=lambda n: Measurement.of(rows, PLAIN, n).speedup
         )
         names = dict.fromkeys(name for row in rows for name in row)
-        found = [_judged(name, plain, rows, peers, dropped.get(name, "")) for name in names]
-        found.sort(key=lambda row: (bool(row.ended), -row.measured["speedup"]))
-        return Race(tuple(found), plain, len(rows), tuple(dict.fromkeys(left_out)))
+        judged = [_judged(name, plain, rows, peers, ended.get(name, "")) for name in names]
+        judged.sort(key=lambda row: (bool(row.ended), -row.measured["speedup"]))
+        return Race(tuple(judged), plain, len(rows), tuple(dict.fromkeys(left_out)), tuple(notes), tuple(trials))
 
 
 def _measure(

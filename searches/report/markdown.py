@@ -11,7 +11,16 @@ from optuna.trial import FrozenTrial, TrialState
 
 from layerskip.measure.measurement import MIN_RESAMPLED
 from searches.engines.race import Race
-from searches.report.tables import Tables, as_markdown, empty_note, finals_tables, output_state, race_rows, trial_tables
+from searches.report.tables import (
+    Tables,
+    as_markdown,
+    empty_note,
+    engine_trial_rows,
+    finals_tables,
+    output_state,
+    race_rows,
+    trial_tables,
+)
 from searches.study.budget import left_out, preparation_seconds, recorded_seconds
 from searches.study.finals import Finalist, Finals, measured_prompts
 from searches.study.objective import OUT_OF_MEMORY
@@ -35,7 +44,8 @@ def summary(study: optuna.Study, finals: Finals | None, race: Race | None = None
         lines += [*_tables(finals_tables(finals)), *empty_note(finals.baseline), "", *winner_notes(study, finals), ""]
     if race is not None:
         lines += [*_tables({"Engines (held-out prompts)": race_rows(race)}), ""]
-        lines += [f"Left out: {reason}.\n" for reason in race.left_out]
+        lines += [f"Left out: {reason}.\n" for reason in race.left_out] + [f"{note}.\n" for note in race.notes]
+        lines += [*_tables({"Trials of engines (tune prompts)": engine_trial_rows(race)}), ""] if race.trials else []
     lines += _tables(trial_tables(trials))
     if changed := [t.number for t in trials if t.constraints.get("output_changed", 0) > 0]:
         lines += ["", f"Trials {changed} changed an output beyond a near-tie; they cannot win."]

@@ -101,6 +101,11 @@ def race_rows(race: Race) -> list[Row]:
     ]
 
 
+def engine_trial_rows(race: Race) -> list[Row]:
+    """Return the trials of engines, the fastest of each first."""
+    return [{"trial": trial.name, "speedup over our plain decoding": f"{trial.speedup:.2f}"} for trial in race.trials]
+
+
 def _outcome(finals: Finals, finalist: Finalist) -> str:
     """Return why a finalist wins or does not."""
     if finalist is finals.winner:

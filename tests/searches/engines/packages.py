@@ -23,7 +23,7 @@ class LLMPipeline:
             os._exit(3)
         if os.environ.get("BROKEN") == "hang":
             time.sleep(60)
-        assert not self.lookup or config.num_assistant_tokens in (4, 8)
+        assert not self.lookup or config.num_assistant_tokens in (4, 8, 16)
         tokens, last = [], int(tensor.data[0][-1])
         while len(tokens) < config.max_new_tokens:
             count = 1 if not tokens else 2

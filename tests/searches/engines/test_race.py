@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from layerskip import PromptSet, SpeculativeConfig, Target
+from layerskip import PromptSet, SpeculativeConfig, Target, UnsupportedModel
 from layerskip.measure.measure import Task
+from layerskip.measure.measurement import Sample
 from searches.app.checks import InputError
 from searches.engines import peer as peers
+from searches.engines import trials
 from searches.engines.race import Race, chosen_engines, race
 from searches.report.markdown import race_verdict
 from searches.report.tables import race_rows
 from tests.searches.backends.contract import children
 from tests.searches.conftest import Launch
+from tests.searches.known import Known
 from tests.searches.programs import quick
 
 pytestmark = pytest.mark.system
 
 PROMPTS = PromptSet.of([f"the cat in the hat {number}" for number in range(6)])
+TUNE = PromptSet.of(["the dog"])
 LOOKUP = SpeculativeConfig("prompt_lookup")
 
 
@@ -36,7 +43,7 @@ def installed(python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 
 def _race(target: Target, folder: Path, winner: SpeculativeConfig = LOOKUP) -> Race:
-    return race(target, winner, ["openvino_genai"], PROMPTS, Task(max_new_tokens=6), folder / "engines")
+    return race(target, winner, ["openvino_genai"], (TUNE, PROMPTS), Task(max_new_tokens=6), folder / "engines")
 
 
 def test_every_engine_is_measured_plain_and_with_lookup_beside_ours(target: Target, installed: Path, tmp_path: Path) -> None:
@@ -45,8 +52,10 @@ def test_every_engine_is_measured_plain_and_with_lookup_beside_ours(target: Targ
     assert children() == before
     rows = {row.name: row for row in found.rows}
     ours, theirs = ["layerskip, plain", "layerskip, the winner"], ["openvino_genai, plain", "openvino_genai, prompt lookup"]
-    assert sorted(rows) == sorted(ours + theirs)
-    assert [rows[name].same_outputs for name in sorted(rows)] == [(6, 6)] * 4  # each as plain decoding of the same engine
+    best = max(found.trials, key=lambda trial: trial.speedup).name  # which may be the usual one
+    assert rows.keys() == {*ours, *theirs, best}
+    assert all(row.same_outputs == (6, 6) for row in rows.values())  # each as plain decoding of the same engine
+    assert len(found.trials) == 5 and found.notes == ()
     assert {name: row.own_speedup is None for name, row in rows.items()} == {name: "plain" in name for name in rows}
     assert found.fastest_plain.endswith("plain") and rows[found.fastest_plain].measured["speedup"] == 1.0
     assert rows[theirs[0]].version == "1.2" and rows[theirs[0]].precision["INFERENCE_PRECISION_HINT"] == "f32"
@@ -55,6 +64,52 @@ def test_every_engine_is_measured_plain_and_with_lookup_beside_ours(target: Targ
     assert [row["engine"].removesuffix(" 1.2") for row in race_rows(found)] == [row.name for row in found.rows]
     stored = json.loads(json.dumps(found.to_dict()))
     assert json.loads(json.dumps(Race.from_dict(stored).to_dict())) == stored
+
+
+@pytest.mark.parametrize(
+    ("fastest", "tried"),
+    [((16, 2), {(8, 3), (4, 3), (16, 3), (16, 2), (16, 4)}), ((8, 3), {(8, 3), (4, 3), (16, 3), (8, 2), (8, 4)})],
+)
+def test_trials_find_the_fastest_lookup_of_an_engine(
+    fastest: tuple[int, int], tried: set[tuple[int, int]], target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each setting takes a second more for every step from the fastest; one is refused."""
+
+    def interleave(
+        target: Target, prompts: PromptSet, contenders: dict[str, Any], task: Task
+    ) -> Iterator[dict[str, Sample]]:
+        for item in prompts:
+            distance = sum(abs(own - best) for own, best in zip(contenders["engine"].lengths, fastest, strict=True))
+            yield {"ours": Known._sample(item, 10.0), "engine": Known._sample(item, 1.0 + distance)}
+
+    def load(num_speculative_tokens: int, prompt_lookup_max: int) -> Any:
+        asked.append((num_speculative_tokens, prompt_lookup_max))
+        if asked[-1] == (4, 3):
+            raise UnsupportedModel("engine: refuses four tokens")
+        return SimpleNamespace(lengths=asked[-1], close=lambda: closed.append(asked[-1]))
+
+    asked, closed = list[tuple[int, int]](), list[tuple[int, int]]()
+    monkeypatch.setattr(trials, "interleave", interleave)
+    found = trials.lookup_trials(load, "engine", target, PROMPTS, Task())
+    assert set(asked) == tried and set(closed) == tried - {(4, 3)}
+    assert (found[0].num_speculative_tokens, found[0].prompt_lookup_max) == fastest
+    assert [trial.speedup for trial in found] == sorted((trial.speedup for trial in found), reverse=True)
+    assert found[0].speedup == pytest.approx(10.0)
+
+
+def test_an_engine_that_cannot_reach_the_leader_gets_no_trials() -> None:
+    assert trials.reason_against("slow", 0.5, 1.35) is None
+    reason = trials.reason_against("slow", 0.4, 1.35)
+    assert reason and reason.startswith("slow gets no trials: its plain decoding is 0.40 x ours.")
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_report_says_which_engine_got_no_trials(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "BEST_GAIN", 0.0)
+    found = _race(target, tmp_path)
+    assert not found.trials and "openvino_genai, plain" in {row.name for row in found.rows}
+    (note,) = found.notes
+    assert note.startswith("openvino_genai gets no trials")
 
 
 @pytest.mark.usefixtures("installed")
