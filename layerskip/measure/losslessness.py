@@ -35,11 +35,16 @@ class Divergence:
     position: int  # index of the first new token that differs
     margin: float  # how far the lower of the two tokens' logits is below the largest logit
     tolerance: float  # the largest margin that rounding explains; 0 in float32
+    largest_logit: float = 0.0  # in magnitude, where they differ
 
     @property
     def near_tie(self) -> bool:
         """True if rounding explains the difference."""
         return self.margin <= self.tolerance and self.tolerance > 0
+
+    def near_tie_in(self, dtype: torch.dtype) -> bool:
+        """Return whether the rounding of another decoder, which computes in ``dtype``, explains the difference."""
+        return self.margin <= NEAR_TIE_ULPS * torch.finfo(dtype).eps * self.largest_logit
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,6 @@ def find_divergence(
     seen = torch.zeros(logits.shape, dtype=torch.bool, device=target.device).index_fill_(1, block, True)
     scores = sampling.penalise(logits, seen)[0]
     margin = float(scores.max() - scores[[expected[position], actual[position]]].min())
-    half = target.model.dtype != torch.float32
-    tolerance = NEAR_TIE_ULPS * torch.finfo(target.model.dtype).eps * float(scores.max().abs()) if half else 0.0
-    return Divergence(prompt_id, position, margin, tolerance)
+    half, largest = target.model.dtype != torch.float32, float(scores.max().abs())
+    tolerance = NEAR_TIE_ULPS * torch.finfo(target.model.dtype).eps * largest if half else 0.0
+    return Divergence(prompt_id, position, margin, tolerance, largest)

@@ -24,7 +24,7 @@ from layerskip import DecodeStats, Round, SpeculativeConfig, Target, Unsupported
 from layerskip.decoding.decode import DecodeResult
 from layerskip.engines.registry import speculation
 from layerskip.measure.measure import Task
-from layerskip.models.loading import DTYPES, gguf_file
+from layerskip.models.loading import DTYPES, gguf_file, load_draft
 from layerskip.models.positions import max_positions
 from searches.app.checks import InputError, check_list, check_whole
 from searches.backends.backend import BackendError
@@ -32,7 +32,7 @@ from searches.backends.engine_process import EngineProcess, interpreter
 from searches.backends.vllm import served_folder, written_once
 
 ENGINES = ("openvino_genai", "vllm", "xllamacpp")
-METHODS = ("plain", "prompt_lookup")
+METHODS = ("plain", "prompt_lookup", "draft_model")
 _WORKER = Path(__file__).with_name("worker.py")
 _LONGEST = 4096  # tokens of prompt and output that vLLM is asked to hold
 _ANSWER_SECONDS = 600.0  # within which an engine loads a model, or decodes a prompt
@@ -45,9 +45,10 @@ class EnginePeer:
     Args:
         folder: where the target's model, and what the engine makes of it, are kept.
         engine: ``openvino_genai``, ``vllm`` or ``xllamacpp`` (llama.cpp), which reads the target's GGUF file.
-        method: ``plain`` or ``prompt_lookup``.
+        method: ``plain``, ``prompt_lookup`` or ``draft_model``.
         python: the interpreter in which the engine is installed; None for that of :func:`interpreter`.
         dtype: ``float32``, ``bfloat16`` or ``float16`` in the engine; None for the target's. ``xllamacpp`` ignores it.
+        draft_model: a folder, hub id or GGUF file of the method ``draft_model``.
 
     Attributes:
         precision: of the engine's arithmetic and its cache, as it states them; it may not follow ``dtype``.
@@ -66,6 +67,7 @@ class EnginePeer:
     num_speculative_tokens: int = 8
     prompt_lookup_max: int = 3
     dtype: str | None = None
+    draft_model: str = ""
 
     def __post_init__(self) -> None:
         check_list("engine", [self.engine], ENGINES)
@@ -77,10 +79,8 @@ class EnginePeer:
         python = self.python = interpreter(self.engine, self.python) or sys.executable
         if shutil.which(python) is None:
             raise InputError(f"python: {python} is not a program")
-        self._model = self._model_for_engine()
-        count, longest = self.num_speculative_tokens, self.prompt_lookup_max
-        config = SpeculativeConfig("prompt_lookup", count, prompt_lookup_min=1, prompt_lookup_max=longest)
-        self._speculative = {} if self.method == "plain" else speculation(self.method, config, str)
+        self._model = self._for_engine(self.target)
+        self._speculative = self._drafting()
         settings = {
             "engine": self.engine,
             "speculative_config": self._speculative,
@@ -124,20 +124,28 @@ class EnginePeer:
 
     def command(self) -> str:
         """Return what decodes so without this program: a command, or expressions in Python."""
-        lookup, count, longest = bool(self._speculative), self.num_speculative_tokens, self.prompt_lookup_max
+        drafting, count, longest = self._speculative, self.num_speculative_tokens, self.prompt_lookup_max
+        is_lookup, threads = self.method == "prompt_lookup", str(torch.get_num_threads())
         if self.engine == "openvino_genai":
             kind = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[str(self.dtype)]
             options = f"INFERENCE_PRECISION_HINT={kind!r}, KV_CACHE_PRECISION={kind!r}"
-            pipeline = f"LLMPipeline({self._model!r}, 'CPU', {'prompt_lookup=True, ' * lookup}{options})"
-            drafting = f", num_assistant_tokens={count}, max_ngram_size={longest}" * lookup
-            return f"openvino_genai.{pipeline}.generate(prompt, max_new_tokens=n{drafting})"
+            how, lengths = ("prompt_lookup=True, ", f", max_ngram_size={longest}") if is_lookup else ("", "")
+            if self.method == "draft_model":
+                how = f"draft_model=openvino_genai.draft_model({drafting['model']!r}, 'CPU', {options}), "
+            lengths = f", num_assistant_tokens={count}{lengths}" if drafting else ""
+            pipeline = f"LLMPipeline({self._model!r}, 'CPU', {how}{options})"
+            return f"openvino_genai.{pipeline}.generate(prompt, max_new_tokens=n{lengths})"
         if self.engine == "xllamacpp":
-            command = ["llama-server", "--model", self._model, "--threads", str(torch.get_num_threads())]
-            lengths = ["--spec-ngram-simple-size-n", str(longest), "--spec-ngram-simple-size-m", str(count)]
-            command += ["--spec-type", "ngram-simple", *lengths] if lookup else []
+            command = ["llama-server", "--model", self._model, "--threads", threads]
+            if is_lookup:
+                command += ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(longest)]
+                command += ["--spec-ngram-simple-size-m", str(count)]
+            elif drafting:
+                command += ["--spec-type", "draft-simple", "--spec-draft-model", str(drafting["model"])]
+                command += ["--spec-draft-n-max", str(count)]
         else:
             command = ["vllm", "serve", self._model, "--dtype", str(self.dtype), "--generation-config", "vllm"]
-            command += ["--speculative-config", json.dumps(self._speculative)] if lookup else []
+            command += ["--speculative-config", json.dumps(drafting)] if drafting else []
         return shlex.join(command)
 
     def _answer(self) -> dict[str, Any]:
@@ -146,9 +154,20 @@ class EnginePeer:
         except BackendError as error:
             raise UnsupportedModel(error.reason) from None
 
-    def _model_for_engine(self) -> str:
-        """Return a file or folder of the target that the engine loads; converted once per target and dtype."""
-        model = self.target
+    def _drafting(self) -> dict[str, Any]:
+        """Return how the engine drafts, in the words of vLLM; empty for plain decoding."""
+        count = self.num_speculative_tokens
+        if self.method != "draft_model":
+            config = SpeculativeConfig("prompt_lookup", count, prompt_lookup_min=1, prompt_lookup_max=self.prompt_lookup_max)
+            return speculation("none" if self.method == "plain" else self.method, config, str)
+        if not self.draft_model:
+            raise InputError("draft_model: is missing")
+        draft = load_draft(self.target, self.draft_model)
+        config = SpeculativeConfig("draft_model", count, draft_model=self.draft_model)
+        return speculation("draft_model", config, lambda: self._for_engine(draft))
+
+    def _for_engine(self, model: Target) -> str:
+        """Return a file or folder of a model that the engine loads; converted once per model and dtype."""
         if self.engine == "xllamacpp":
             if (file := gguf_file(model.name)) is None:
                 raise UnsupportedModel(f"xllamacpp: {model.name} is not a GGUF file")

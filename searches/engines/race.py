@@ -2,9 +2,9 @@
 
 Plain decoding of every engine comes first, on tune prompts, beside our plain decoding and the study's winner. An engine that
 could not reach the leader with the best published gain of a lookup gets no trials; the others get a few. Then all plain
-decodings, and the usual and the best lookup of each engine with trials, are measured on held-out prompts, interleaved prompt
-by prompt. An engine that crashes or hangs is left out from then on. Ours is compared token for token with our plain
-decoding; an engine rounds in its own way, so that its lookup is compared with its own plain decoding.
+decodings, and the usual lookup and the best drafting of each engine with trials, are measured on held-out prompts, in turns
+prompt by prompt. An engine that crashes or hangs is left out from then on. Ours is compared token for token with our plain
+decoding; an engine rounds in its own way, so that its drafting is compared with its own plain decoding.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from layerskip import Measurement, PromptSet, SpeculativeConfig, Target, UnsupportedModel
+from layerskip.measure.losslessness import Losslessness
 from layerskip.measure.measure import Contender, Decoder, Task, interleave
 from layerskip.measure.measurement import Sample
+from layerskip.models.loading import DTYPES
 from searches.app.checks import InputError, check_list
 from searches.backends.engine_process import interpreter
 from searches.engines.peer import ENGINES, EnginePeer
-from searches.engines.trials import LookupTrial, lookup_trials, reason_against
+from searches.engines.trials import EngineTrial, engine_trials, reason_against
 from searches.progress import say
 
 RACE_FILE = "engines.json"
@@ -36,6 +38,8 @@ class RaceRow:
     Args:
         own_speedup: over the plain decoding of the same engine, with its interval; None for plain decoding itself.
         same_outputs: of how many prompts the tokens are those of the same engine's plain decoding, and of how many.
+        reference: comparisons with our plain decoding: ``compared``, ``same``, ``near_ties`` that rounding to the engine's
+            data type explains, and ``changed`` outputs.
         precision: of the engine's arithmetic and cache, as it states them.
         command: what decodes so without this program.
         ended: the error that ended it, if it was not measured to the end.
@@ -45,6 +49,7 @@ class RaceRow:
     measured: dict[str, Any]
     own_speedup: Sequence[float] | None
     same_outputs: Sequence[int]
+    reference: dict[str, int]
     precision: dict[str, str] = field(default_factory=dict)
     version: str = ""
     command: str = ""
@@ -63,7 +68,7 @@ class Race:
     prompts: int
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    trials: tuple[LookupTrial, ...] = ()
+    trials: tuple[EngineTrial, ...] = ()
 
     @property
     def fastest(self) -> RaceRow:
@@ -77,7 +82,7 @@ class Race:
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Race:
         """Return the race that :meth:`to_dict` described."""
-        rows, trials = (RaceRow(**row) for row in fields["rows"]), (LookupTrial(**trial) for trial in fields["trials"])
+        rows, trials = (RaceRow(**row) for row in fields["rows"]), (EngineTrial(**trial) for trial in fields["trials"])
         return cls(**fields | {"rows": tuple(rows), "trials": tuple(trials)})
 
 
@@ -102,6 +107,7 @@ def race(
     prompts: tuple[PromptSet, PromptSet],
     task: Task,
     folder: Path,
+    drafts: Sequence[str] = (),
     on_prompt: Callable[[], object] = lambda: None,
 ) -> Race:
     """Measure engines, our plain decoding and the winner of a study greedily.
@@ -109,6 +115,7 @@ def race(
     Args:
         prompts: those of trials, and held-out ones.
         folder: keeps what engines load.
+        drafts: draft models that engines may try.
         on_prompt: is called after each held-out prompt.
     """
     own = {PLAIN: Decoder.of(target, SpeculativeConfig())}
@@ -121,28 +128,28 @@ def race(
         peers: dict[str, EnginePeer] = {}
         left_out: list[str] = []
 
-        def add(name: str, engine: str, method: str, **lengths: int) -> None:
+        def add(name: str, engine: str, **settings: Any) -> None:
             say(f"engines: loading {name}")
             try:
-                peers[name] = opened.enter_context(contextlib.closing(load(engine, method, **lengths)))
+                peers[name] = opened.enter_context(contextlib.closing(load(engine, **settings)))
             except UnsupportedModel as error:
                 say(f"engines: left out: {error}")
                 left_out.append(str(error))
 
         for engine in engines:
-            add(f"{engine}, plain", engine, "plain")
+            add(f"{engine}, plain", engine, method="plain")
         tuned, dropped = _measure(target, tune, own, peers, task, lambda: None)
         speeds = {name: Measurement.of(tuned, PLAIN, name).speedup for name in (*own, *peers) if name not in dropped}
-        notes, trials = list[str](), list[LookupTrial]()
+        notes, trials = list[str](), list[EngineTrial]()
         for engine in (engine for engine in engines if f"{engine}, plain" in speeds):
             if (reason := reason_against(engine, speeds[f"{engine}, plain"], max(speeds.values()))) is not None:
                 say(f"engines: {reason}")
                 notes.append(reason)
                 continue
-            found = lookup_trials(partial(load, engine, "prompt_lookup"), engine, target, tune, task)
+            found = engine_trials(partial(load, engine), engine, drafts, target, tune, task)
             trials += found
             for trial in [*found[:1], *(trial for trial in found[1:] if trial.is_default)]:
-                add(trial.name, engine, "prompt_lookup", **trial.lengths)
+                add(trial.name, engine, **trial.settings)
         for peer in peers.values():
             peer.outputs.clear()  # those of held-out prompts are compared
         alive = {name: peer for name, peer in peers.items() if name not in dropped}
@@ -190,12 +197,19 @@ def _judged(
     base = f"{name.partition(',')[0]}, plain"
     own = Measurement.of(rows, base, name)
     own_speedup = (own.speedup, *own.interval()) if name != base and own.candidate else None
-    measured = Measurement.of(rows, plain, name).to_dict()
+    measured, lossless = Measurement.of(rows, plain, name).to_dict(), Measurement.of(rows, PLAIN, name).lossless
+    differing = lossless.divergences
     if name not in peers:
-        compared = own.lossless.compared
-        same = compared - len(own.lossless.divergences), compared
-        return RaceRow(name, measured, own_speedup, same, ended=ended)
+        reference = _compared(lossless, sum(each.near_tie for each in differing))
+        return RaceRow(name, measured, own_speedup, (reference["same"], lossless.compared), reference, ended=ended)
     peer, expected = peers[name], peers[base].outputs
     common = peer.outputs.keys() & expected.keys()
-    same = sum(peer.outputs[prompt] == expected[prompt] for prompt in common), len(common)
-    return RaceRow(name, measured, own_speedup, same, peer.precision, peer.version, peer.command(), ended)
+    equal = sum(peer.outputs[prompt] == expected[prompt] for prompt in common), len(common)
+    reference = _compared(lossless, sum(each.near_tie_in(DTYPES[str(peer.dtype)]) for each in differing))
+    return RaceRow(name, measured, own_speedup, equal, reference, peer.precision, peer.version, peer.command(), ended)
+
+
+def _compared(lossless: Losslessness, near_ties: int) -> dict[str, int]:
+    different = len(lossless.divergences)
+    counts = {"compared": lossless.compared, "same": lossless.compared - different}
+    return counts | {"near_ties": near_ties, "changed": different - near_ties}

@@ -1,11 +1,13 @@
-"""Trials of an engine's prompt lookup: draft and n-gram lengths on tune prompts, where the engine can still win."""
+"""Trials of an engine's drafting on tune prompts: prompt lookup, and draft models where some are named."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 from layerskip import Measurement, PromptSet, SpeculativeConfig, Target, UnsupportedModel
 from layerskip.measure.measure import Decoder, Task, interleave
@@ -16,33 +18,45 @@ BEST_GAIN = 2.8
 """The best published speedup of prompt lookup in an engine: vLLM's, on summaries (its project's report of October 2024)."""
 SECONDS = 120.0  # after which no further trial of an engine starts
 _OURS = "ours"
-_DRAFTS, _NGRAMS = (8, 4, 16), (3, 2, 4)  # the first ones are those of the benchmark
+_LOOKUPS, _NGRAMS = (8, 4, 16), (3, 2, 4)  # the first ones are those of the benchmark
+_DRAFTS = (4, 2, 8)
 
 
 @dataclass(frozen=True)
-class LookupTrial:
-    """Settings of an engine's prompt lookup, and their speedup over our plain decoding on tune prompts."""
+class EngineTrial:
+    """How an engine drafts, and its speedup over our plain decoding on tune prompts.
+
+    All fields between the first and the last are those of :class:`~searches.engines.peer.EnginePeer`.
+    """
 
     engine: str
+    method: str
     num_speculative_tokens: int
-    prompt_lookup_max: int
-    speedup: float
+    prompt_lookup_max: int = _NGRAMS[0]
+    draft_model: str = ""
+    speedup: float = 0.0
 
     @property
-    def lengths(self) -> dict[str, int]:
-        """The settings as arguments of :class:`~searches.engines.peer.EnginePeer`."""
-        return {"num_speculative_tokens": self.num_speculative_tokens, "prompt_lookup_max": self.prompt_lookup_max}
+    def settings(self) -> dict[str, Any]:
+        """The arguments that make the engine draft so."""
+        return {name: value for name, value in asdict(self).items() if name not in ("engine", "speedup")}
 
     @property
     def is_default(self) -> bool:
-        """Whether these are the settings that every engine is measured with."""
-        return (self.num_speculative_tokens, self.prompt_lookup_max) == (_DRAFTS[0], _NGRAMS[0])
+        """Whether this is the lookup that every engine is measured with."""
+        usual = "prompt_lookup", _LOOKUPS[0], _NGRAMS[0]
+        return (self.method, self.num_speculative_tokens, self.prompt_lookup_max) == usual
 
     @property
     def name(self) -> str:
         """Its name in tables."""
-        tuned = f" of {self.num_speculative_tokens}, n-grams of up to {self.prompt_lookup_max}"
-        return f"{self.engine}, prompt lookup" + ("" if self.is_default else tuned)
+        if self.is_default:
+            return f"{self.engine}, prompt lookup"
+        if self.draft_model:
+            return f"{self.engine}, draft model {Path(self.draft_model).name}, {self.num_speculative_tokens} tokens"
+        return (
+            f"{self.engine}, prompt lookup, {self.num_speculative_tokens} tokens, n-grams of up to {self.prompt_lookup_max}"
+        )
 
 
 def reason_against(engine: str, plain: float, leader: float) -> str | None:
@@ -55,36 +69,45 @@ def reason_against(engine: str, plain: float, leader: float) -> str | None:
     )
 
 
-def lookup_trials(
-    load: Callable[..., EnginePeer], engine: str, target: Target, prompts: PromptSet, task: Task
-) -> list[LookupTrial]:
-    """Measure settings one after the other: draft lengths first, then n-grams with the best length.
+def engine_trials(
+    load: Callable[..., EnginePeer],
+    engine: str,
+    drafts: Sequence[str],
+    target: Target,
+    prompts: PromptSet,
+    task: Task,
+) -> list[EngineTrial]:
+    """Measure an engine's drafting one way after the other, and return the trials, the fastest first.
 
-    A setting that the engine refuses, or under which it ends, is left out.
+    Draft lengths come first, then n-grams with the best length; then draft models, and the best one with other lengths.
+    What the engine refuses, or under which it ends, is left out.
 
     Args:
-        load: starts the engine with a draft and an n-gram length.
-
-    Returns:
-        The trials, fastest first.
+        load: starts the engine with the settings of a trial.
+        drafts: folders, hub ids or files of draft models.
     """
-    end, found, plain = time.monotonic() + SECONDS, list[LookupTrial](), Decoder.of(target, SpeculativeConfig())
+    end, found, plain = time.monotonic() + SECONDS, list[EngineTrial](), Decoder.of(target, SpeculativeConfig())
 
-    def measure(settings: Sequence[tuple[int, int]]) -> None:
-        for length, longest in settings:
+    def best_of(trials: Sequence[EngineTrial]) -> list[EngineTrial]:
+        """Measure trials and return the fastest, if any could be measured in time."""
+        measured = list[EngineTrial]()
+        for trial in trials:
             if time.monotonic() > end and found:
-                return
+                break
             try:
-                with contextlib.closing(load(num_speculative_tokens=length, prompt_lookup_max=longest)) as peer:
+                with contextlib.closing(load(**trial.settings)) as peer:
                     rows = list(interleave(target, prompts, {_OURS: plain, engine: peer}, task))
             except UnsupportedModel as error:
                 say(f"engines: trial left out: {error}")
                 continue
-            found.append(LookupTrial(engine, length, longest, Measurement.of(rows, _OURS, engine).speedup))
-            say(f"engines: trial: {found[-1].name}: {found[-1].speedup:.2f} x our plain decoding")
+            speedup = Measurement.of(rows, _OURS, engine).speedup
+            measured.append(EngineTrial(engine, **trial.settings, speedup=speedup))
+            say(f"engines: trial: {trial.name}: {speedup:.2f} x our plain decoding")
+        found.extend(measured)
+        return sorted(measured, key=lambda trial: -trial.speedup)[:1]
 
-    measure([(length, _NGRAMS[0]) for length in _DRAFTS])
-    if found:
-        best = max(found, key=lambda trial: trial.speedup)
-        measure([(best.num_speculative_tokens, longest) for longest in _NGRAMS[1:]])
+    for best in best_of([EngineTrial(engine, "prompt_lookup", length) for length in _LOOKUPS]):
+        best_of([EngineTrial(engine, "prompt_lookup", best.num_speculative_tokens, longest) for longest in _NGRAMS[1:]])
+    for best in best_of([EngineTrial(engine, "draft_model", _DRAFTS[0], draft_model=draft) for draft in drafts]):
+        best_of([EngineTrial(engine, "draft_model", length, draft_model=best.draft_model) for length in _DRAFTS[1:]])
     return sorted(found, key=lambda trial: -trial.speedup)

@@ -35,10 +35,13 @@ class OpenVinoGenAi:
         schedule.enable_prefix_caching = False  # every prompt is read whole, as the others read it
         drafting: dict[str, Any] = {"scheduler_config": schedule}
         self._lengths: dict[str, int] = {}
-        if lookup := settings["speculative_config"]:
-            drafting["prompt_lookup"] = True
-            self._lengths["num_assistant_tokens"] = lookup["num_speculative_tokens"]
-            self._lengths["max_ngram_size"] = lookup["prompt_lookup_max"]
+        if speculative := settings["speculative_config"]:
+            self._lengths["num_assistant_tokens"] = speculative["num_speculative_tokens"]
+            if speculative["method"] == "ngram":
+                drafting["prompt_lookup"] = True
+                self._lengths["max_ngram_size"] = speculative["prompt_lookup_max"]
+            else:
+                drafting["draft_model"] = openvino_genai.draft_model(speculative["model"], "CPU", **options)
         self._pipeline = openvino_genai.LLMPipeline(settings["model"], "CPU", **drafting, **options)
         self.version = str(openvino_genai.__version__)
         # The pipeline does not show its model. Without AVX-512, a request for bfloat16 becomes float32.
@@ -130,10 +133,17 @@ class LlamaCpp:
         params = xllamacpp.CommonParams()
         params.model.path, params.n_ctx, params.n_parallel = settings["model"], settings["max_length"], 1
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = settings["threads"]
-        if lookup := settings["speculative_config"]:
-            params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
-            params.speculative.ngram_simple.size_n = lookup["prompt_lookup_max"]
-            params.speculative.ngram_simple.size_m = lookup["num_speculative_tokens"]
+        if speculative := settings["speculative_config"]:
+            types, drafting = xllamacpp.common_speculative_type, params.speculative
+            if speculative["method"] == "ngram":
+                drafting.types = [types.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
+                drafting.ngram_simple.size_n = speculative["prompt_lookup_max"]
+                drafting.ngram_simple.size_m = speculative["num_speculative_tokens"]
+            else:
+                drafting.types = [types.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
+                drafting.draft.mparams.path = speculative["model"]
+                drafting.draft.n_max = speculative["num_speculative_tokens"]
+                drafting.draft.cpuparams.n_threads = drafting.draft.cpuparams_batch.n_threads = settings["threads"]
         self._server = xllamacpp.Server(params)
         self.version = str(xllamacpp.__version__)
         cache = getattr(params.cache_type_k, "name", params.cache_type_k)

@@ -94,6 +94,7 @@ def race_rows(race: Race) -> list[Row]:
             **speedup_cells(row.measured, 2),
             "over its own plain": "" if row.own_speedup is None else "{:.2f} ({:.2f} to {:.2f})".format(*row.own_speedup),
             "outputs as its own plain": "{} of {}".format(*row.same_outputs),
+            "as layerskip, plain": "{same} of {compared}; {near_ties} near-ties, {changed} changed".format(**row.reference),
             "precision": ", ".join(sorted({value for name, value in row.precision.items() if name != "build"})),
             "measured": f"on {row.measured['prompts']} prompts" + (f": {row.ended}" if row.ended else ""),
         }

@@ -305,8 +305,10 @@ class Sweep:
             return None
         prompts, tokens = self.held_out.take(_RACED_PROMPTS), plan.measuring.max_new_tokens
         halves = self.tune.take(plan.measuring.prompts, self.first_prompt), prompts
-        digests = [half.digest for half in halves]
-        asked = digest([winner.to_dict(), attachment_digests(winner), plan.engines, digests, tokens, self.bench.conditions])
+        digests, drafts = [half.digest for half in halves], plan.space.values("draft_model", "draft_model")
+        asked = digest(
+            [winner.to_dict(), attachment_digests(winner), plan.engines, drafts, digests, tokens, self.bench.conditions]
+        )
 
         def work() -> dict[str, Any]:
             stored = read_json(path)
@@ -315,7 +317,7 @@ class Sweep:
             self._begin(path.stem, is_alone=True)
             with self.progress.counting(len(prompts), "held-out prompts") as count:
                 task, folder = Task(plan.sampling, tokens, plan.seed), plan.outputs / path.stem
-                found = race(plan.target, winner, plan.engines, halves, task, folder, count).to_dict()
+                found = race(plan.target, winner, plan.engines, halves, task, folder, drafts, count).to_dict()
             write_json(path, {"asked": asked, "race": found})
             return found
 

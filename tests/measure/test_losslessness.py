@@ -102,3 +102,9 @@ def test_results_of_several_measurements_join() -> None:
     assert Losslessness(3, (NEAR, FAR)).verdict == Losslessness(1, (Divergence("c", 0, 0.0, 0.0),)).verdict == "different"
     assert Losslessness(4).verdict == "exact"
     assert Losslessness(4).to_dict()["largest_margin"] == 0.0
+
+
+def test_a_near_tie_of_another_decoder_is_judged_by_its_own_rounding() -> None:
+    tie = Divergence("a", 3, 0.3, 0.0, largest_logit=16.0)  # four steps of bfloat16 at 16 are 0.5
+    assert tie.near_tie_in(torch.bfloat16) and not tie.near_tie_in(torch.float16) and not tie.near_tie
+    assert not Divergence("a", 3, 0.6, 0.0, largest_logit=16.0).near_tie_in(torch.bfloat16)

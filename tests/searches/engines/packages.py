@@ -9,6 +9,8 @@ class StreamerBase:
     def __init__(self): pass
 class GenerationConfig:
     def __init__(self, **fields): self.__dict__.update(fields)
+def draft_model(folder, device, **options):
+    return folder, device, options
 class LLMPipeline:
     """Continues with the last token plus one, in rounds of one, then of two tokens, until a stop token."""
     def __init__(self, folder, device, **options):
@@ -86,9 +88,13 @@ class AsyncLLM:
 XLLAMACPP = """
 import http.server, json, threading, types
 __version__ = "5.6"
-common_speculative_type = types.SimpleNamespace(COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE="n-grams")
+common_speculative_type = types.SimpleNamespace(
+    COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE="n-grams", COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE="a draft"
+)
 def CommonParams():
     drafting = types.SimpleNamespace(types=[], ngram_simple=types.SimpleNamespace(size_n=0, size_m=0))
+    drafting.draft = types.SimpleNamespace(mparams=types.SimpleNamespace(), cpuparams=types.SimpleNamespace())
+    drafting.draft.cpuparams_batch = types.SimpleNamespace()
     parts = {name: types.SimpleNamespace() for name in ("model", "cpuparams", "cpuparams_batch")}
     return types.SimpleNamespace(speculative=drafting, cache_type_k="f16", **parts)
 class _Handler(http.server.BaseHTTPRequestHandler):

@@ -76,6 +76,7 @@ def test_bad_settings_are_refused_by_field(target: Target, tmp_path: Path, pytho
         ({"engine": "sglang"}, "engine"),
         ({"method": "eagle"}, "method"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens"),
+        ({"method": "draft_model"}, "draft_model"),
         ({"python": str(tmp_path / "absent")}, "python"),
     ):
         fields = {"engine": "vllm", "method": "plain", "python": python} | changes
@@ -101,10 +102,11 @@ def test_rows_of_engines_that_are_not_installed_are_left_out(python: str, capsys
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["openvino_genai", "vllm"])
-@pytest.mark.parametrize("method", ["plain", "prompt_lookup"])
+@pytest.mark.parametrize("method", ["plain", "prompt_lookup", "draft_model"])
 def test_the_engine_itself_gives_the_output_of_plain_decoding(engine: str, method: str, tmp_path: Path) -> None:
     target = load_target(str(save_tiny(tmp_path / "target", **SIZES)), dtype="float32", device="cpu")
-    peer = EnginePeer(target, tmp_path / "engines", engine, method, interpreter(engine))
+    draft = str(save_tiny(tmp_path / "draft", **SIZES | {"seed": 1})) if method == "draft_model" else ""
+    peer = EnginePeer(target, tmp_path / "engines", engine, method, interpreter(engine), draft_model=draft)
     prompt = target.tokenizer("the cat in the hat, the cat in the")["input_ids"]
     with contextlib.closing(peer):
         result = peer(prompt, Task(max_new_tokens=32), lambda _: None)
@@ -115,6 +117,7 @@ def test_the_engine_itself_gives_the_output_of_plain_decoding(engine: str, metho
 _VLLM_MODULES = ("vllm", "vllm.engine", "vllm.engine.arg_utils", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.async_llm")
 _VLLM_MODULES += ("vllm.inputs", "vllm.sampling_params")
 _LOOKUP = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+_DRAFT = {"method": "draft_model", "num_speculative_tokens": 4, "model": "a folder"}
 _SETTINGS = {"dtype": "float32", "threads": 1, "max_length": 64}
 _REQUEST = {"tokens": [5, 6, 7], "max_new_tokens": 6, "eos": [300], "repetition_penalty": 1.0}
 
@@ -171,6 +174,8 @@ def test_a_pipeline_of_openvino_reads_prompts_whole_in_the_precision_of_the_mode
     assert not options.pop("scheduler_config").enable_prefix_caching
     precision = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "INFERENCE_NUM_THREADS": 1}
     assert options == {"device": "CPU", "prompt_lookup": True, **precision}
+    _decoded("openvino_genai", _DRAFT, tmp_path, end=10)
+    assert made[-1]["draft_model"] == ("a folder", "CPU", precision) and "prompt_lookup" not in made[-1]
 
 
 @pytest.mark.parametrize(("speculative", "lengths"), [({}, [1, 2, 3, 4, 5, 6]), (_LOOKUP, [1, 6])])
@@ -204,6 +209,9 @@ def test_llama_cpp_reads_the_file_of_the_target(
     assert params.model.path == str(tmp_path / "model.gguf")
     drafting = params.speculative.types, params.speculative.ngram_simple.size_n, params.speculative.ngram_simple.size_m
     assert drafting == ((["n-grams"], 3, 4) if speculative else ([], 0, 0))
+    _decoded("xllamacpp", _DRAFT, tmp_path / "model.gguf", end=10)
+    drafting = module.Server.made[-1].speculative
+    assert (drafting.types, drafting.draft.mparams.path, drafting.draft.n_max) == (["a draft"], "a folder", 4)
 
 
 def test_llama_cpp_is_left_out_where_there_is_no_gguf_file(target: Target, tmp_path: Path) -> None:

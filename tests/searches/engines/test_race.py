@@ -55,6 +55,8 @@ def test_every_engine_is_measured_plain_and_with_lookup_beside_ours(target: Targ
     best = max(found.trials, key=lambda trial: trial.speedup).name  # which may be the usual one
     assert rows.keys() == {*ours, *theirs, best}
     assert all(row.same_outputs == (6, 6) for row in rows.values())  # each as plain decoding of the same engine
+    assert {name: row.reference["same"] for name, row in rows.items() if name in ours} == dict.fromkeys(ours, 6)
+    assert all(row.reference["changed"] == 6 for name, row in rows.items() if name not in ours)  # which counts upwards
     assert len(found.trials) == 5 and found.notes == ()
     assert {name: row.own_speedup is None for name, row in rows.items()} == {name: "plain" in name for name in rows}
     assert found.fastest_plain.endswith("plain") and rows[found.fastest_plain].measured["speedup"] == 1.0
@@ -82,15 +84,19 @@ def test_trials_find_the_fastest_lookup_of_an_engine(
             distance = sum(abs(own - best) for own, best in zip(contenders["engine"].lengths, fastest, strict=True))
             yield {"ours": Known._sample(item, 10.0), "engine": Known._sample(item, 1.0 + distance)}
 
-    def load(num_speculative_tokens: int, prompt_lookup_max: int) -> Any:
+    def load(method: str, num_speculative_tokens: int, prompt_lookup_max: int, draft_model: str) -> Any:
+        if method == "draft_model":
+            drafted.append((draft_model, num_speculative_tokens))
+            return SimpleNamespace(lengths=(100, len(draft_model)), close=lambda: None)
         asked.append((num_speculative_tokens, prompt_lookup_max))
         if asked[-1] == (4, 3):
             raise UnsupportedModel("engine: refuses four tokens")
         return SimpleNamespace(lengths=asked[-1], close=lambda: closed.append(asked[-1]))
 
-    asked, closed = list[tuple[int, int]](), list[tuple[int, int]]()
+    asked, closed, drafted = list[tuple[int, int]](), list[tuple[int, int]](), list[tuple[str, int]]()
     monkeypatch.setattr(trials, "interleave", interleave)
-    found = trials.lookup_trials(load, "engine", target, PROMPTS, Task())
+    found = trials.engine_trials(load, "engine", ["long name", "name"], target, PROMPTS, Task())
+    assert drafted == [("long name", 4), ("name", 4), ("name", 2), ("name", 8)]
     assert set(asked) == tried and set(closed) == tried - {(4, 3)}
     assert (found[0].num_speculative_tokens, found[0].prompt_lookup_max) == fastest
     assert [trial.speedup for trial in found] == sorted((trial.speedup for trial in found), reverse=True)
