@@ -20,7 +20,7 @@ benchmark: setup        ## our drafters and transformers' own decoding
 
 engines: setup          ## OpenVINO GenAI, vLLM and llama.cpp, each in an environment of its own in .engines; make sweep ARGS=engines=all
 	@# vLLM and optimum-intel load packages of torch that are there, and those of another build of torch do not load.
-	for engine in openvino_genai vllm xllamacpp; do \
+	for engine in $(notdir $(basename $(wildcard conf/requirements/*.txt))); do \
 	test -x .engines/$$engine/bin/python || $(PYTHON) -m venv .engines/$$engine || exit; \
 	.engines/$$engine/bin/python -m pip install --progress-bar off --requirement conf/requirements/$$engine.txt || exit; \
 	.engines/$$engine/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec || exit; \

@@ -1,4 +1,4 @@
-"""Inference engines beside this library's decoder: OpenVINO GenAI, vLLM and llama.cpp.
+"""Inference engines beside this library's decoder, each of which has a file in :mod:`searches.engines.adapters`.
 
 Each runs in a process of its own (:mod:`searches.engines.worker`), under the interpreter in which it is installed, on the
 same model, prompts and number of threads as the others. Its tokens are counted and timed here, by the same clock.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -30,8 +29,11 @@ from searches.app.checks import InputError, check_list, check_whole
 from searches.backends.backend import BackendError
 from searches.backends.engine_process import EngineProcess, interpreter
 from searches.backends.vllm import served_folder, written_once
+from searches.engines.worker import load_adapter
 
-ENGINES = ("openvino_genai", "vllm", "xllamacpp")
+ADAPTERS = Path(__file__).with_name("adapters")
+ENGINES = tuple(sorted(file.stem for file in ADAPTERS.glob("[!_]*.py")))
+"""The engines that have a file in ``adapters/``."""
 METHODS = ("plain", "prompt_lookup", "draft_model")
 _WORKER = Path(__file__).with_name("worker.py")
 _LONGEST = 4096  # tokens of prompt and output that vLLM is asked to hold
@@ -44,7 +46,7 @@ class EnginePeer:
 
     Args:
         folder: where the target's model, and what the engine makes of it, are kept.
-        engine: ``openvino_genai``, ``vllm`` or ``xllamacpp`` (llama.cpp), which reads the target's GGUF file.
+        engine: one of ``ENGINES``; ``xllamacpp`` (llama.cpp) reads the target's GGUF file.
         method: ``plain``, ``prompt_lookup`` or ``draft_model``.
         python: the interpreter in which the engine is installed; None for that of :func:`interpreter`.
         dtype: ``float32``, ``bfloat16`` or ``float16`` in the engine; None for the target's. ``xllamacpp`` ignores it.
@@ -79,22 +81,21 @@ class EnginePeer:
         python = self.python = interpreter(self.engine, self.python) or sys.executable
         if shutil.which(python) is None:
             raise InputError(f"python: {python} is not a program")
-        self._model = self._for_engine(self.target)
-        self._speculative = self._drafting()
-        settings = {
-            "engine": self.engine,
-            "speculative_config": self._speculative,
-            "model": self._model,
+        file = str(ADAPTERS / f"{self.engine}.py")
+        self._adapter = load_adapter(file)
+        self._settings = {
+            "model": self._for_engine(self.target),
+            "speculative_config": self._drafting(),
             "dtype": self.dtype,
             "threads": torch.get_num_threads(),
             "max_length": min(_LONGEST, max_positions(self.target.model) or _LONGEST),
         }
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         environment |= {"OMP_NUM_THREADS": str(torch.get_num_threads())} | _intel_openmp(python)
-        self._process = EngineProcess([python, str(_WORKER)], environment, self.engine, asked=True)
+        self._process = EngineProcess([python, str(_WORKER), file], environment, self.engine, asked=True)
         self.outputs: dict[tuple[int, ...], list[int]] = {}
         try:
-            self._process.send(json.dumps(settings))
+            self._process.send(json.dumps(self._settings))
             loaded = self._answer()
             self.version, self.precision = str(loaded["version"]), dict(loaded["precision"])
         except BaseException:
@@ -124,29 +125,7 @@ class EnginePeer:
 
     def command(self) -> str:
         """Return what decodes so without this program: a command, or expressions in Python."""
-        drafting, count, longest = self._speculative, self.num_speculative_tokens, self.prompt_lookup_max
-        is_lookup, threads = self.method == "prompt_lookup", str(torch.get_num_threads())
-        if self.engine == "openvino_genai":
-            kind = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[str(self.dtype)]
-            options = f"INFERENCE_PRECISION_HINT={kind!r}, KV_CACHE_PRECISION={kind!r}"
-            how, lengths = ("prompt_lookup=True, ", f", max_ngram_size={longest}") if is_lookup else ("", "")
-            if self.method == "draft_model":
-                how = f"draft_model=openvino_genai.draft_model({drafting['model']!r}, 'CPU', {options}), "
-            lengths = f", num_assistant_tokens={count}{lengths}" if drafting else ""
-            pipeline = f"LLMPipeline({self._model!r}, 'CPU', {how}{options})"
-            return f"openvino_genai.{pipeline}.generate(prompt, max_new_tokens=n{lengths})"
-        if self.engine == "xllamacpp":
-            command = ["llama-server", "--model", self._model, "--threads", threads]
-            if is_lookup:
-                command += ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(longest)]
-                command += ["--spec-ngram-simple-size-m", str(count)]
-            elif drafting:
-                command += ["--spec-type", "draft-simple", "--spec-draft-model", str(drafting["model"])]
-                command += ["--spec-draft-n-max", str(count)]
-        else:
-            command = ["vllm", "serve", self._model, "--dtype", str(self.dtype), "--generation-config", "vllm"]
-            command += ["--speculative-config", json.dumps(drafting)] if drafting else []
-        return shlex.join(command)
+        return str(self._adapter.command(self._settings))
 
     def _answer(self) -> dict[str, Any]:
         try:
@@ -168,26 +147,25 @@ class EnginePeer:
 
     def _for_engine(self, model: Target) -> str:
         """Return a file or folder of a model that the engine loads; converted once per model and dtype."""
-        if self.engine == "xllamacpp":
+        if self._adapter.LOADS == "gguf":
             if (file := gguf_file(model.name)) is None:
-                raise UnsupportedModel(f"xllamacpp: {model.name} is not a GGUF file")
+                raise UnsupportedModel(f"{self.engine}: {model.name} is not a GGUF file")
             return str(file)
         if model.quantization is not None:
             raise UnsupportedModel(f"{self.engine}: it loads no weights that are quantised on loading")
         saved = served_folder(model, self.folder)
-        if self.engine != "openvino_genai":
+        if not hasattr(self._adapter, "conversion"):
             return saved
-        precision = "fp16" if model.dtype == "float16" else "fp32"  # which contains bfloat16
-        command = [str(self.python), "-m", "optimum.commands.optimum_cli", "export", "openvino", "--model", saved]
-        command += ["--task", "text-generation-with-past", "--weight-format", precision]
+        command = self._adapter.conversion(str(self.python), saved, model.dtype)
 
         def convert(folder: Path) -> None:
             done = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=False)
             if done.returncode:
                 reason = done.stderr.strip().rpartition("\n")[2][:300]
-                raise UnsupportedModel(f"openvino_genai: cannot convert {model.name}: {reason}")
+                raise UnsupportedModel(f"{self.engine}: cannot convert {model.name}: {reason}")
 
-        return written_once(self.folder / f"{Path(model.name).name}-{model.digest[:8]}-{model.dtype}-openvino", convert)
+        name = f"{Path(model.name).name}-{model.digest[:8]}-{model.dtype}-{self.engine.partition('_')[0]}"
+        return written_once(self.folder / name, convert)
 
 
 def _intel_openmp(python: str) -> dict[str, str]:

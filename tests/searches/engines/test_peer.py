@@ -18,8 +18,9 @@ from layerskip.measure.measure import Task
 from searches.app.checks import InputError
 from searches.app.composition import compose_config
 from searches.benchmark.contenders import _present, check_rows
+from searches.engines import peer as peers
 from searches.engines import worker as engine_worker
-from searches.engines.peer import EnginePeer
+from searches.engines.peer import ADAPTERS, EnginePeer
 from tests.engines.known import SIZES, interpreter
 from tests.searches.engines.packages import OPENVINO, OPENVINO_GENAI, VLLM, XLLAMACPP
 from tests.tiny import save_tiny
@@ -100,9 +101,42 @@ def test_rows_of_engines_that_are_not_installed_are_left_out(python: str, capsys
         check_rows(compose_config("benchmark", ["+peers.openvino.exit_layer=2"]))
 
 
+_FIFTH = """
+import json
+LOADS = "folder"
+def command(settings):
+    return "toy " + settings["model"]
+class Engine:
+    def __init__(self, settings):
+        import math  # stands for the engine's package
+        self.version, self.precision = "7", {"dtype": settings["dtype"]}
+        self.drafted = settings["speculative_config"].get("num_speculative_tokens", 0)
+    def decode(self, request, on_round):
+        tokens = [request["tokens"][-1] + 1 + place for place in range(request["max_new_tokens"])]
+        for begin in range(0, len(tokens), 1 + self.drafted):
+            on_round(len(tokens[begin : begin + 1 + self.drafted]))
+        return tokens
+"""
+
+
+def test_a_fifth_engine_is_one_file(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "toy.py").write_text(_FIFTH)
+    monkeypatch.setattr(peers, "ADAPTERS", tmp_path)
+    monkeypatch.setattr(peers, "ENGINES", (*peers.ENGINES, "toy"))
+    for method, rounds in (("plain", [1, 1, 1]), ("prompt_lookup", [2])):
+        peer = EnginePeer(target, tmp_path / "engines", "toy", method, sys.executable, num_speculative_tokens=1)
+        with contextlib.closing(peer):
+            result = peer(PROMPT, Task(max_new_tokens=4), lambda _: None)
+        assert result.tokens == [8, 9, 10, 11] and peer.version == "7" and peer.command().startswith("toy ")
+        assert [done.committed for done in result.stats.rounds] == rounds
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["openvino_genai", "vllm"])
-@pytest.mark.parametrize("method", ["plain", "prompt_lookup", "draft_model"])
+@pytest.mark.parametrize(
+    ("engine", "method"),  # OpenVINO's draft models need a tokenizer that its converter knows
+    [("openvino_genai", "plain"), ("openvino_genai", "prompt_lookup")]
+    + [("vllm", method) for method in ("plain", "prompt_lookup", "draft_model")],
+)
 def test_the_engine_itself_gives_the_output_of_plain_decoding(engine: str, method: str, tmp_path: Path) -> None:
     target = load_target(str(save_tiny(tmp_path / "target", **SIZES)), dtype="float32", device="cpu")
     draft = str(save_tiny(tmp_path / "draft", **SIZES | {"seed": 1})) if method == "draft_model" else ""
@@ -144,9 +178,9 @@ def _decoded(
     engine: str, speculative: Any, model: Path, end: int
 ) -> tuple[dict[str, Any], list[tuple[list[int], list[int]]]]:
     """Return what an engine says of itself, and tokens and lengths of two texts, the second with an end of sequence."""
-    settings = _SETTINGS | {"engine": engine, "speculative_config": speculative, "model": str(model)}
-    output = io.StringIO()
-    engine_worker._serve([json.dumps(line) for line in (settings, _REQUEST, _REQUEST | {"eos": [end]})], output)
+    settings = _SETTINGS | {"speculative_config": speculative, "model": str(model)}
+    output, adapter = io.StringIO(), engine_worker.load_adapter(str(ADAPTERS / f"{engine}.py"))
+    engine_worker._serve(adapter, [json.dumps(line) for line in (settings, _REQUEST, _REQUEST | {"eos": [end]})], output)
     ready, *answers = (json.loads(line) for line in output.getvalue().splitlines())
     assert answers[::2] == [{"first": 1}] * 2
     return ready, [(answer["tokens"], answer["lengths"]) for answer in answers[1::2]]
