@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from layerskip.models.environment import environment
 from searches.app.application import run
 from searches.app.checks import InputError, check_flag, check_list, check_number, check_seed, check_whole
 from searches.app.targets import command_line
-from searches.backends.backend import BASELINE, CANDIDATE, Workload
+from searches.backends.backend import BASELINE, CANDIDATE, BackendError, Workload
 from searches.backends.running_engine import request_metrics
 from searches.backends.selection import closing, described, make_backend
 from searches.backends.served import ServedBackend
@@ -49,6 +49,7 @@ from searches.tracking.tracker import Tracker
 
 GOALS = ("tpot", "throughput", "p95_tpot", "p95_ttft")
 """What is compared: decoding time per token, tokens per second with the prefill, or the 95th percentile of a latency."""
+_SCHEDULE = "schedule"
 _AGAIN = "again"  # plain decoding once more, whose differing outputs are the noise of the engine
 _TIE = 0.01  # share of speed that a shorter draft may cost
 _CLOSE = 0.05  # share by which a length may miss the best prediction and still be measured
@@ -239,37 +240,22 @@ class Search:
         """Return the configuration that drafts so many tokens."""
         return replace(self.config, num_speculative_tokens=length) if length else SpeculativeConfig()
 
-    def rows(
-        self, backend: ServedBackend, config: SpeculativeConfig, prompts: PromptSet, stage: str, repeats: int = 1
-    ) -> Iterator[tuple[int, list[Mapping[str, Any]]]]:
-        """Yield the rows at each number of requests; plain decoding counts twice in the held-out stage."""
-        configs = {CANDIDATE: config} | ({_AGAIN: SpeculativeConfig()} if stage == "held-out" else {})
-        for concurrency in self.loads.concurrency:
-            bench = ModelBench(backend, Sampling(), self.max_new_tokens, self.loads.workload(concurrency))
-            found: list[Mapping[str, Any]] = []
-            for repeat in range(repeats):
-                seed = self.seed + 1000 * repeat
-                measure = partial(bench.compare, configs, repeats=1, seed=seed)
-                prefix = f"{stage} {digest([config.to_dict(), backend.schedule])[:8]} {concurrency} {repeat}"
-                found += resumed_rows(measure, prompts, self.log, prefix)
-            yield concurrency, found
-
     def tune(self, prompts: PromptSet, predict: bool) -> list[Cell]:
         """Measure the lengths that may be the fastest at some number of requests, the longest first."""
-        longest = max(self.lengths)
-        cells, predictions = list[Cell](), dict[int, dict[int, float]]()
-        for concurrency, rows in self.rows(self.backend, self.of_length(longest), prompts, "tune"):
-            cells.append(self._told("tune", Cell.of(rows, self.loads, concurrency, longest)))
-            measured = Measurement.of(rows, BASELINE, CANDIDATE)
-            predictions[concurrency] = {length: predicted(cells[-1], measured, length) for length in self.lengths}
-        chosen = worth_trying(predictions) if predict else list(self.lengths)
-        if left := sorted({*self.lengths} - {*chosen, longest}):
-            say(f"not measured, because they cannot be the fastest by what {longest} shows: {', '.join(map(str, left))}")
-        for length in sorted({*chosen} - {longest}):
-            for concurrency, rows in self.rows(self.backend, self.of_length(length), prompts, "tune"):
-                expected = predictions[concurrency][length]
-                cell = replace(Cell.of(rows, self.loads, concurrency, length), predicted=expected)
-                cells.append(self._told("tune", cell))
+        cells, predictions, chosen = list[Cell](), dict[int, dict[int, float]](), sorted(self.lengths, reverse=True)
+        while chosen and not cells:
+            longest = chosen.pop(0)
+            for cell, measured in self._measured(self.backend, longest, prompts, "tune"):
+                cells.append(cell)
+                predictions[cell.concurrency] = {length: predicted(cell, measured, length) for length in chosen}
+        if cells and chosen and predict:
+            worth = worth_trying(predictions)
+            if left := sorted({*chosen} - {*worth}):
+                say(f"not measured, because they cannot be the fastest by what {longest} shows: {_listed(left)}")
+            chosen = worth
+        for length in sorted(chosen):
+            for cell, _ in self._measured(self.backend, length, prompts, "tune"):
+                cells.append(replace(cell, predicted=predictions[cell.concurrency][length]))
         return cells
 
     def confirm(self, cells: Sequence[Cell], prompts: PromptSet, repeats: int) -> Confirmed:
@@ -277,33 +263,59 @@ class Search:
         numbers = self.loads.concurrency
         lengths = {at: fastest([cell for cell in cells if cell.concurrency == at], self.loads) for at in numbers}
         measured = dict[str, list[Cell]]()
+
+        def add(name: str, backend: ServedBackend, length: int) -> None:
+            if found := self._measured(backend, length, prompts, "held-out", repeats):
+                measured[name] = [cell for cell, _ in found]
+
         for length in sorted({cell.num_speculative_tokens for cell in cells}):
-            measured[f"always {length}"] = self._confirmed(self.backend, length, prompts, repeats)
-        scheduled = self.backend
+            add(f"always {length}", self.backend, length)
+        longest = max(lengths.values())
         if len(set(lengths.values())) > 1:
             self.backend.close()  # its engines would hold memory
             scheduled = replace(self.backend, schedule=as_ranges(lengths))
             with closing(scheduled):
-                measured["schedule"] = self._confirmed(scheduled, max(lengths.values()), prompts, repeats)
-        elif any(lengths.values()):
-            measured["schedule"] = measured[f"always {max(lengths.values())}"]
-        lost = [cell for cell in measured.get("schedule", ()) if cell.speedup[2] < 1 or not cell.keeps_output]
+                add(_SCHEDULE, scheduled, longest)
+        elif longest and f"always {longest}" in measured:
+            measured[_SCHEDULE] = measured[f"always {longest}"]
+        if longest and _SCHEDULE not in measured:
+            say("the schedule could not be measured on held-out prompts: no drafting")
+            return Confirmed(dict.fromkeys(numbers, 0), measured)
+        lost = [cell for cell in measured.get(_SCHEDULE, ()) if cell.speedup[2] < 1 or not cell.keeps_output]
         for cell in lost:
             if lengths[cell.concurrency]:
                 why = "is slower than plain decoding" if cell.keeps_output else "changes the output"
                 say(f"no drafting at {cell.concurrency} requests, where it {why} on held-out prompts")
         return Confirmed(lengths | {cell.concurrency: 0 for cell in lost}, measured)
 
-    def _confirmed(self, backend: ServedBackend, length: int, prompts: PromptSet, repeats: int) -> list[Cell]:
-        found = self.rows(backend, self.of_length(length), prompts, "held-out", repeats)
-        shown = 0 if backend.schedule else length
-        return [self._told("held-out", Cell.of(rows, self.loads, at, shown)) for at, rows in found]
+    def _measured(
+        self, backend: ServedBackend, length: int, prompts: PromptSet, stage: str, repeats: int = 1
+    ) -> list[tuple[Cell, Measurement]]:
+        """Return a length at each number of requests; nothing if the engine cannot run it.
 
-    def _told(self, stage: str, cell: Cell) -> Cell:
-        name = f"length {cell.num_speculative_tokens}" if cell.num_speculative_tokens else "schedule"
-        say(f"{stage}: {name}, {cell.concurrency} in flight: {_interval(cell)} x plain decoding")
-        self.on_cell(f"{stage.replace('-', '_')}_{name.replace(' ', '_')}_speedup", cell)
-        return cell
+        In the held-out stage, plain decoding counts twice.
+        """
+        config, shown = self.of_length(length), 0 if backend.schedule else length
+        configs = {CANDIDATE: config} | ({_AGAIN: SpeculativeConfig()} if stage == "held-out" else {})
+        name, found = f"length {length}" if shown else _SCHEDULE, list[tuple[Cell, Measurement]]()
+        for concurrency in self.loads.concurrency:
+            bench = ModelBench(backend, Sampling(), self.max_new_tokens, self.loads.workload(concurrency))
+            rows: list[Mapping[str, Any]] = []
+            for repeat in range(repeats):
+                measure = partial(bench.compare, configs, repeats=1, seed=self.seed + 1000 * repeat)
+                prefix = f"{stage} {digest([config.to_dict(), backend.schedule])[:8]} {concurrency} {repeat}"
+                try:
+                    rows += resumed_rows(measure, prompts, self.log, prefix)
+                except BackendError as error:
+                    if error.name != CANDIDATE:
+                        raise
+                    say(f"{stage}: {name} is left out: {error.reason}")
+                    return []
+            cell = Cell.of(rows, self.loads, concurrency, shown)
+            say(f"{stage}: {name}, {concurrency} in flight: {_interval(cell)} x plain decoding")
+            self.on_cell(f"{stage.replace('-', '_')}_{name.replace(' ', '_')}_speedup", cell)
+            found.append((cell, Measurement.of(rows, BASELINE, CANDIDATE)))
+        return found
 
 
 def schedule(config: DictConfig) -> Confirmed:
@@ -325,7 +337,7 @@ def schedule(config: DictConfig) -> Confirmed:
     halves = [half.take(config.measure.prompts) for half in prompts.split()]
     if (most := min(map(len, halves))) < max(loads.concurrency):
         raise InputError(
-            f"workload.concurrency: {max(loads.concurrency)} requests need as many prompts in each half; {most}"
+            f"workload.concurrency: {max(loads.concurrency)} requests need as many prompts in each half, which has {most}"
         )
     target: Target = instantiate(config.target)
     check_prompts(prompts, target, config.measure.max_new_tokens)
@@ -393,6 +405,10 @@ def schedule(config: DictConfig) -> Confirmed:
     return found
 
 
+def _listed(lengths: Sequence[int]) -> str:
+    return ", ".join(map(str, lengths))
+
+
 def _drafter(file: str | None, target: Target) -> SpeculativeConfig:
     """Return the configuration of an export, or that of prompt lookup."""
     if file is None:
@@ -409,7 +425,7 @@ def _export(found: Confirmed, search: Search, target: Target, prompts: PromptSet
     drafting = [at for at, length in found.lengths.items() if length]
     config = search.of_length(max(found.lengths.values()))
     backend = replace(search.backend, schedule=found.ranges)
-    cells = {cell.concurrency: cell for cell in found.cells.get("schedule", ())}
+    cells = {cell.concurrency: cell for cell in found.cells.get(_SCHEDULE, ())}
     evidence: dict[str, Any] = {"prompts_digest": prompts.digest, "max_new_tokens": search.max_new_tokens}
     if drafting:
         evidence |= cells[drafting[0]].metrics
@@ -435,7 +451,7 @@ def report(found: Confirmed, cells: Sequence[Cell], loads: Loads, record: Mappin
     by_contender.append({"held-out prompts": "off"} | {f"{at} in flight": "1.00" for at in loads.concurrency})
     by_contender[-1]["geometric mean"] = "1.00"
     requests: list[Row] = []
-    for cell in found.cells.get("schedule", ()):
+    for cell in found.cells.get(_SCHEDULE, ()):
         metrics, shown = cell.metrics, {"in flight": str(cell.concurrency)}
         for title, name, factor in _LATENCIES:
             shown[title] = f"{factor * metrics[name]:.1f} (off: {factor * metrics[f'{BASELINE}_{name}']:.1f})"
@@ -476,7 +492,7 @@ def _draw(found: Confirmed, path: Path) -> None:
             capsize=3,
             marker="o",
             label=name,
-            linewidth=2.5 if name == "schedule" else 1,
+            linewidth=2.5 if name == _SCHEDULE else 1,
         )
     axes.axhline(1, color="0.6", linewidth=0.8)
     axes.set_xscale("log", base=2)

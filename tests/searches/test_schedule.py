@@ -16,7 +16,7 @@ from layerskip import PromptSet, SpeculativeConfig
 from layerskip.decoding.stats import DecodeStats, Round
 from layerskip.measure.losslessness import Divergence, Losslessness
 from layerskip.measure.measurement import Request, Sample
-from searches.backends.backend import BASELINE, Comparison
+from searches.backends.backend import BASELINE, BackendError, Comparison
 from searches.backends.served import ServedBackend
 from searches.results import ResultLog
 from searches.schedule import Loads, Search, as_ranges, worth_trying
@@ -50,6 +50,7 @@ class Planted(ServedBackend):
     slopes: dict[int, float] = field(default_factory=dict)
     held_out: dict[int, float] = field(default_factory=dict)
     changed: Collection[int] = ()  # numbers of requests at which drafting changes outputs
+    broken: Collection[int] = ()  # draft lengths with which the engine does not start
     name = "planted"
     asked: list[tuple[int, int]] = field(default_factory=list)
 
@@ -61,6 +62,9 @@ class Planted(ServedBackend):
 
     def compare(self, asked: Comparison) -> Iterator[dict[str, Sample]]:
         concurrency = asked.workload.concurrency
+        for name, config in asked.configs.items():
+            if config.method != "none" and config.num_speculative_tokens in self.broken:
+                raise BackendError("planted: no memory", name=name)
         for item in asked.prompts:
             slopes = self.held_out if item in HELD_OUT.items and self.held_out else self.slopes
             row = {BASELINE: self._planted(item, 0, 0.0, concurrency)}
@@ -132,6 +136,16 @@ def test_a_schedule_that_loses_or_changes_the_output_on_held_out_prompts_is_off_
     assert confirmed.lengths == {1: 5, 4: 0}
     found = search(Planted(slopes={1: 0.02, 4: 0.02}, changed=[1]))
     assert found.confirm(found.tune(PROMPTS, predict=True), HELD_OUT, 1).lengths == {1: 0, 4: 5}
+
+
+def test_a_length_that_the_engine_cannot_run_costs_itself_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    found = search(Planted(slopes={1: 0.02, 4: 2.0}, broken=[7, 1]))
+    confirmed = found.confirm(found.tune(PROMPTS, predict=False), HELD_OUT, 1)
+    assert confirmed.lengths == {1: 5, 4: 0}
+    assert confirmed.cells.keys() == {"always 3", "always 5", "schedule"}
+    assert "tune: length 7 is left out: planted: no memory" in capsys.readouterr().out
+    found = search(Planted(slopes={1: 0.02}, broken=LENGTHS))
+    assert found.confirm(found.tune(PROMPTS, predict=True), HELD_OUT, 1).lengths == {1: 0}
 
 
 def test_among_lengths_within_a_limit_of_latency_throughput_decides() -> None:
