@@ -2,18 +2,20 @@
 
 A prompt set is read from JSON Lines, one object per line: ``{"prompt": ...}`` or ``{"messages": [...]}`` with optional
 ``id`` and ``category``, or ``{"question_id", "category", "turns": [...]}``. Several turns are a conversation in which the
-target gives the answers. ``question`` without a ``prompt`` is one, and ``task_id`` is an id. So the files of Spec-Bench,
-MT-Bench, HumanEval and GSM8K are read as they are. The half of a prompt depends on the ids alone.
+target gives the answers. ``question`` without a ``prompt`` is one, and ``task_id`` is an id. A name that ends with ``.gz``
+is unpacked. A :class:`PromptFormat` says what the files of a benchmark hold. The half of a prompt depends on the ids alone.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import itertools
 import json
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,22 +72,14 @@ class PromptSet:
     @classmethod
     def load(cls, path: str | Path, field: str = "prompts.path") -> PromptSet:
         """Read a JSON Lines file; ``field`` is the setting that a :class:`PromptError` names."""
-        path = str(path)  # Hydra parses a name of digits as a number
-        try:
-            text = Path(path).read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            raise PromptError(f"{field}: cannot read {path}: {error}") from None
-        items = _distinct(_lines(text, f"{field}: {path}"))
-        if not items:
-            raise PromptError(f"{field}: {path}: has no prompts")
-        return cls(items, Path(path).stem)
+        return _read(path, field, _item)
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> PromptSet:
         """Return a set of distinct plain texts. The id of each is a digest of its content."""
         if isinstance(texts, str):
             raise PromptError("prompts: is one text, not a list of texts")
-        return cls(_distinct((f"prompts: {index}", {"prompt": text}) for index, text in enumerate(texts)))
+        return cls(_distinct(((f"prompts: {index}", {"prompt": text}) for index, text in enumerate(texts)), _item))
 
     @property
     def digest(self) -> str:
@@ -112,6 +106,62 @@ class PromptSet:
         return [list(group) for _, group in itertools.groupby(ordered, key=lambda item: item.category)]
 
 
+@dataclass(frozen=True)
+class PromptFormat:
+    """A benchmark whose prompt files are read as they are published.
+
+    Args:
+        name: the name of the set in reports.
+        text: the field of the prompt: a text, or the turns of a conversation.
+        id: the field of the id; None if the id follows from the content.
+        category: the field of the category; None if all prompts have that of the format's name.
+        reported_as: the name under which the benchmark reports a category, where it is another.
+    """
+
+    name: str
+    text: str
+    id: str | None = None
+    category: str | None = None
+    reported_as: Mapping[str, str] = field(default_factory=dict)
+
+    def load(self, path: str | Path) -> PromptSet:
+        """Read a file of the benchmark, every line of which has all fields of the format."""
+        return replace(_read(path, "prompts.path", self._item), name=self.name)
+
+    def _item(self, fields: Any) -> PromptItem:
+        names = [name for name in (self.id, self.category, self.text) if name is not None]
+        if not isinstance(fields, dict):
+            raise PromptError(f"not an object with the fields of {self.name}: {', '.join(names)}")
+        for name in names:
+            if fields.get(name) is None:
+                raise PromptError(f"{name}: is missing; lines of {self.name} have {', '.join(names)}")
+        item = _item({"category": self.name} | {name: fields[name] for name in names})
+        return replace(item, category=self.reported_as.get(item.category, item.category))
+
+
+_MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+# github.com/hemingkx/Spec-Bench, data/spec_bench/question.jsonl; evaluation/speed.py reports MT-Bench's categories as one.
+SPEC_BENCH = PromptFormat("spec_bench", "turns", "question_id", "category", dict.fromkeys(_MT_BENCH, "mt_bench"))
+# github.com/lm-sys/FastChat, fastchat/llm_judge/data/mt_bench/question.jsonl
+MT_BENCH = PromptFormat("mt_bench", "turns", "question_id", "category")
+HUMANEVAL = PromptFormat("humaneval", "prompt", "task_id")  # github.com/openai/human-eval, data/HumanEval.jsonl.gz
+GSM8K = PromptFormat("gsm8k", "question")  # github.com/openai/grade-school-math, grade_school_math/data/test.jsonl
+
+
+def _read(path: str | Path, field: str, read: Callable[[Any], PromptItem]) -> PromptSet:
+    """Return the prompts that a function reads from the lines of a file; errors name the setting ``field``."""
+    path = str(path)  # Hydra parses a name of digits as a number
+    try:
+        with (gzip.open if path.endswith(".gz") else open)(path, "rt", encoding="utf-8-sig") as file:
+            text = file.read()
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise PromptError(f"{field}: cannot read {path}: {error}") from None
+    items = _distinct(_lines(text, f"{field}: {path}"), read)
+    if not items:
+        raise PromptError(f"{field}: {path}: has no prompts")
+    return PromptSet(items, Path(path.removesuffix(".gz")).stem)
+
+
 def _lines(text: str, source: str) -> Iterator[tuple[str, Any]]:
     """Yield the place and the value of every line of JSON Lines that is not blank."""
     # Not splitlines, because JSON strings may contain other line separators.
@@ -125,15 +175,15 @@ def _lines(text: str, source: str) -> Iterator[tuple[str, Any]]:
             yield place, value
 
 
-def _distinct(objects: Iterable[tuple[str, Any]]) -> tuple[PromptItem, ...]:
+def _distinct(objects: Iterable[tuple[str, Any]], read: Callable[[Any], PromptItem]) -> tuple[PromptItem, ...]:
     """Return the prompts of objects, each with its place; errors name the place, and the object's id if it has one."""
     found: dict[str, tuple[PromptItem, str]] = {}
     for place, fields in objects:
         try:
-            item = _item(fields)
+            item = read(fields)
         except PromptError as error:
-            chosen = _id(fields) if isinstance(fields, dict) else None
-            named = "" if chosen is None or str(error).startswith("id: ") else f"id {reprlib.repr(chosen)}: "
+            name, chosen = _id(fields) if isinstance(fields, dict) else ("id", None)
+            named = "" if chosen is None or str(error).startswith(f"{name}: ") else f"{name} {reprlib.repr(chosen)}: "
             raise PromptError(f"{place}: {named}{error}") from None
         if item.id in found:
             raise PromptError(f"{place}: the id {item.id!r} is already used in {found[item.id][1]}")
@@ -141,8 +191,9 @@ def _distinct(objects: Iterable[tuple[str, Any]]) -> tuple[PromptItem, ...]:
     return tuple(item for item, _ in found.values())
 
 
-def _id(fields: Mapping[str, Any]) -> Any:
-    return next((fields[name] for name in ("id", "question_id", "task_id") if name in fields), None)
+def _id(fields: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the name and the value of the field that is the id."""
+    return next(((name, fields[name]) for name in ("id", "question_id", "task_id") if name in fields), ("id", None))
 
 
 def _item(fields: Any) -> PromptItem:
@@ -162,8 +213,8 @@ def _item(fields: Any) -> PromptItem:
             raise PromptError("turns: is not a list of texts")
         opening, *followups = [_text(turn, form) for turn in turns]
     category = _label(fields.get("category", "default"), "category")
-    item, chosen = PromptItem("", category, opening, tuple(followups)), _id(fields)
-    return replace(item, id=_hash(item.content())[:12] if chosen is None else _label(chosen, "id"))
+    item, (name, chosen) = PromptItem("", category, opening, tuple(followups)), _id(fields)
+    return replace(item, id=_hash(item.content())[:12] if chosen is None else _label(chosen, name))
 
 
 def _messages(value: Any) -> tuple[Message, ...]:

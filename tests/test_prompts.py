@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 from collections import Counter
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from layerskip import PromptError, PromptSet
+from layerskip.prompts import GSM8K, HUMANEVAL, MT_BENCH, SPEC_BENCH, PromptFormat
 
 
 def _write(path: Path, lines: Sequence[Any]) -> Path:
@@ -29,8 +31,88 @@ def _many(count: int, categories: int = 3) -> list[dict[str, str]]:
     return [{"id": f"q{i}", "category": f"c{i % categories}", "prompt": f"Prompt {i}"} for i in range(count)]
 
 
-def test_published_benchmarks_are_read_as_they_are(tmp_path: Path) -> None:
-    """Lines with the fields of Spec-Bench, MT-Bench, HumanEval and GSM8K."""
+TURNS = [
+    {"question_id": 81, "category": "writing", "turns": ["Greet a neighbour.", "Now in rhyme."]},
+    {"question_id": 121, "category": "coding", "turns": ["Sort a list.", "Without sort."], "reference": ["a", "b"]},
+]
+FUNCTION = "def double(x):\n"
+TESTED = {"canonical_solution": "    return 2 * x\n", "test": "assert double(1) == 2", "entry_point": "double"}
+PUBLISHED = [  # a format, lines of the form of its files, and the id, category and turns of each
+    (
+        SPEC_BENCH,
+        [
+            *TURNS,
+            {"question_id": 161, "category": "translation", "turns": ["Translate: Guten Tag."], "reference": "Good day."},
+        ],
+        [
+            ("81", "mt_bench", "Greet a neighbour.", "Now in rhyme."),
+            ("121", "mt_bench", "Sort a list.", "Without sort."),
+            ("161", "translation", "Translate: Guten Tag."),
+        ],
+    ),
+    (
+        MT_BENCH,
+        TURNS,
+        [
+            ("81", "writing", "Greet a neighbour.", "Now in rhyme."),
+            ("121", "coding", "Sort a list.", "Without sort."),
+        ],
+    ),
+    (HUMANEVAL, [{"task_id": "HumanEval/7", "prompt": FUNCTION} | TESTED], [("HumanEval/7", "humaneval", FUNCTION)]),
+    # Without an id, the first twelve digits of `echo -n '[[{"content": "One and one?", "role": "user"}], []]' | sha256sum`.
+    (GSM8K, [{"question": "One and one?", "answer": "#### 2"}], [("2b6decb7ab22", "gsm8k", "One and one?")]),
+]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize(("published", "lines", "expected"), PUBLISHED, ids=[published.name for published, *_ in PUBLISHED])
+def test_benchmarks_are_read_as_they_are_published(
+    tmp_path: Path, published: PromptFormat, lines: Sequence[Any], expected: Sequence[Any], suffix: str
+) -> None:
+    file = _write(tmp_path / "published.jsonl", lines)
+    if suffix:
+        file = tmp_path / f"published.jsonl{suffix}"
+        file.write_bytes(gzip.compress((tmp_path / "published.jsonl").read_bytes()))
+    prompts = published.load(file)
+    assert prompts.name == published.name
+    assert [(item.id, item.category, item.opening, *item.followups) for item in prompts] == expected
+
+
+@pytest.mark.parametrize(
+    ("published", "changes", "reason"),
+    [
+        *((SPEC_BENCH, {name: None}, f"{name}: is missing") for name in ("question_id", "category", "turns")),
+        *((MT_BENCH, {name: None}, f"{name}: is missing") for name in ("question_id", "category", "turns")),
+        *((HUMANEVAL, {name: None}, f"{name}: is missing") for name in ("task_id", "prompt")),
+        (GSM8K, {"question": None}, "question: is missing"),
+        (SPEC_BENCH, {"turns": ["One.", 2]}, "question_id 'second': turns: 2 is not"),
+        (MT_BENCH, {"question_id": [1]}, r"question_id: \[1\] is neither"),
+        (MT_BENCH, {"question_id": "first"}, "the id 'first' is already used"),
+        (HUMANEVAL, {"prompt": " "}, "_id 'second': prompt: ' ' is not"),
+        (GSM8K, {"question": 5}, "question: 5 is not"),
+    ],
+)
+def test_a_line_without_a_field_of_its_format_is_refused_by_name(
+    tmp_path: Path, published: PromptFormat, changes: dict[str, Any], reason: str
+) -> None:
+    values = {"question_id": "first", "task_id": "first", "category": "stem", "turns": ["Why?"]}
+    first = values | {"prompt": "def f():", "question": "How many?"}
+    second = first | {"question_id": "second", "task_id": "second", "question": "How few?"} | changes
+    for bad in (second, {name: value for name, value in second.items() if value is not None}):
+        with pytest.raises(PromptError, match=f"^prompts.path: .*bad.jsonl, line 2: .*{reason}"):
+            published.load(_write(tmp_path / "bad.jsonl", [first, bad]))
+    with pytest.raises(PromptError, match=f"line 1: not an object with the fields of {published.name}"):
+        published.load(_write(tmp_path / "bad.jsonl", ["[]"]))
+
+
+@pytest.mark.parametrize("content", [b"{}", gzip.compress(b'{"prompt": "x"}')[:-9], gzip.compress(b"\xff")])
+def test_a_damaged_packed_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "some.jsonl.gz").write_bytes(content)
+    with pytest.raises(PromptError, match="^prompts.path: cannot read .*some.jsonl.gz: "):
+        PromptSet.load(tmp_path / "some.jsonl.gz")
+
+
+def test_own_prompts_may_have_the_fields_of_benchmarks(tmp_path: Path) -> None:
     lines = [
         {"question_id": 81, "category": "writing", "turns": ["Write.", "Shorter."], "reference": []},
         {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "canonical_solution": "", "test": "assert f"},

@@ -1,11 +1,13 @@
 """Counts of one decoding: its rounds, and the ratios made of them. No torch in here.
 
 Names follow Fast Inference from Transformers via Speculative Decoding (arXiv 2211.17192): a round drafts some tokens, and
-the target accepts a prefix of them, or a branch of a tree, and adds one token of its own, the bonus token.
+the target accepts a prefix of them, or a branch of a tree, and adds one token of its own, the bonus token. The histogram and
+the conditional rate follow ``metrics/acceptance_rate.py`` of NVIDIA's specdec_bench, part of Model-Optimizer.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -61,3 +63,18 @@ class DecodeStats:
             reached = [r for r in self.rounds if r.longest > position]
             rates.append(sum(r.accepted > position for r in reached) / len(reached))
         return tuple(rates)
+
+    @property
+    def acceptance_length_histogram(self) -> dict[int, int]:
+        """The number of rounds for each number of committed tokens, the bonus token included."""
+        return dict(sorted(Counter(r.committed for r in self.rounds).items()))
+
+    @property
+    def conditional_acceptance_rate(self) -> dict[int, float]:
+        """Entry n: the share of rounds that committed at least n tokens, among those that committed at least n - 1.
+
+        It is 1.0 for n = 1, the token that every round commits. Rounds whose draft was too short count as misses.
+        """
+        longest = max((r.committed for r in self.rounds), default=0)
+        at_least = [sum(r.committed >= n for r in self.rounds) for n in range(longest + 1)]
+        return {n: at_least[n] / at_least[n - 1] for n in range(1, longest + 1)}

@@ -88,6 +88,11 @@ class Sample:
         """Decoded tokens per second of decoding; 0.0 if nothing was decoded."""
         return self.decoded_tokens / self.decode_seconds if self.decoded_tokens else 0.0
 
+    @property
+    def end_to_end_tokens_per_second(self) -> float:
+        """New tokens per second of prefill and decoding."""
+        return self.tokens / (self.prefill_seconds + self.decode_seconds)
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
@@ -153,6 +158,15 @@ class Measurement:
         return _rate(measured.candidate) / _rate(measured.baseline) if measured.candidate else 1.0
 
     @property
+    def spec_bench_speedup(self) -> float:
+        """The speedup as Spec-Bench computes it: the ratio of the prompts' mean tokens per second, prefill included."""
+        measured = self.decoded
+        candidate, baseline = (
+            sum(s.end_to_end_tokens_per_second for s in each) for each in (measured.candidate, measured.baseline)
+        )
+        return candidate / baseline if measured.candidate else 1.0
+
+    @property
     def speedups(self) -> tuple[float, ...]:
         return tuple(pair_speedup(one, other) for one, other in zip(self.baseline, self.candidate, strict=True))
 
@@ -210,8 +224,12 @@ class Measurement:
             "speedup_high": high,
             "speedup_by_category": {category: part.speedup for category, part in kinds.items()},
             "interval_by_category": {category: list(part.interval()) for category, part in kinds.items()},
+            "spec_bench_speedup": self.spec_bench_speedup,
+            "spec_bench_speedup_by_category": {category: part.spec_bench_speedup for category, part in kinds.items()},
             "acceptance_rate": stats.acceptance_rate,
             "acceptance_by_position": list(stats.acceptance_by_position),
+            "acceptance_length_histogram": {str(n): count for n, count in stats.acceptance_length_histogram.items()},
+            "conditional_acceptance_rate": {str(n): rate for n, rate in stats.conditional_acceptance_rate.items()},
             "mean_acceptance_length": stats.mean_acceptance_length,
             "mean_acceptance_length_by_category": {
                 category: part.stats.mean_acceptance_length for category, part in kinds.items()

@@ -12,7 +12,7 @@ peak memory of decoding, beyond everything that is loaded.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from layerskip.measure.measurement import Sample, check_output
 from searches.app.checks import check_seed
 from searches.benchmark.contenders import BASELINE, build_contenders, check_rows, fill_defaults
 from searches.engines.peer import EnginePeer
-from searches.report.tables import Row, as_markdown, conditions, empty_note, speedup_cells
+from searches.report.tables import Row, as_markdown, category_speedup, conditions, empty_note, speedup_cells
 from searches.results import record_header
 from searches.study.objective import MeasureSettings
 from searches.study.plan import check_prompts
@@ -109,22 +109,47 @@ def _ratio(measurement: Measurement) -> dict[str, float]:
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """Return a record as Markdown: all prompts first, then by category, then the conditions."""
+    """Return a record as Markdown: all prompts first, then by category and by the tokens of a round, then the conditions."""
     results = record["results"]
     lines = as_markdown([_row(name, result, record["configs"].get(name)) for name, result in results.items()])
-    categories = sorted({category for result in results.values() for category in result["speedup_by_category"]})
-    by_category = []
-    for name, result in results.items():
-        speedups = {each: f"{speedup:.2f}" for each, speedup in result["speedup_by_category"].items()}
-        by_category.append({"speedup by category": name} | {each: speedups.get(each, "") for each in categories})
+    tables = [_columns(title, results, cells) for title, cells in _FURTHER_TABLES.items()]
     cascades = [
         {"cascade": name, "member": member, "speedup over the member": _interval(ratio)}
         for name, result in results.items()
         for member, ratio in result.get("members", {}).items()
     ]
-    lines += ["", *as_markdown(by_category), *empty_note(next(iter(results.values()))), *_near_ties(results)]
+    lines += [line for rows in tables for line in ("", *as_markdown(rows))]
+    lines += [*empty_note(next(iter(results.values()))), *_near_ties(results)]
     lines += ["", *as_markdown(cascades)] if cascades else []
     return "\n".join([*lines, "", conditions(record)])
+
+
+def _columns(title: str, results: Mapping[str, Any], cells: Callable[[Mapping[str, Any]], Row]) -> list[Row]:
+    """Return a row per contender, with a column for each cell that any contender has."""
+    found = {name: cells(result) for name, result in results.items()}
+    columns = dict.fromkeys(column for row in sorted(found.values(), key=len, reverse=True) for column in row)
+    return [{title: name} | {column: row.get(column, "") for column in columns} for name, row in found.items()]
+
+
+def _length_cells(result: Mapping[str, Any]) -> Row:
+    """Return how many rounds committed so many tokens, and how likely a round with one token fewer went so far."""
+    counts = result["acceptance_length_histogram"]
+    rates = result["conditional_acceptance_rate"].items()
+    return {length: f"{counts.get(length, 0)} ({rate:.2f})" for length, rate in rates}
+
+
+def _category_cells(result: Mapping[str, Any], name: str) -> Row:
+    return {category: f"{value:.2f}" for category, value in result[name].items()}
+
+
+_FURTHER_TABLES: Mapping[str, Callable[[Mapping[str, Any]], Row]] = {
+    "speedup by category": lambda result: {name: category_speedup(result, name) for name in result["speedup_by_category"]},
+    "tokens/round by category": lambda result: _category_cells(result, "mean_acceptance_length_by_category"),
+    "Spec-Bench's speedup": lambda result: (
+        {"overall": f"{result['spec_bench_speedup']:.2f}"} | _category_cells(result, "spec_bench_speedup_by_category")
+    ),
+    "rounds by tokens (conditional acceptance)": _length_cells,
+}
 
 
 def _row(name: str, result: Mapping[str, Any], config: Mapping[str, Any] | None) -> Row:

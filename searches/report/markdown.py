@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
@@ -14,6 +13,7 @@ from searches.engines.race import Race
 from searches.report.tables import (
     Tables,
     as_markdown,
+    category_speedup,
     empty_note,
     engine_trial_rows,
     finals_tables,
@@ -27,8 +27,6 @@ from searches.study.objective import OUT_OF_MEMORY
 from searches.study.pruning import CANNOT_WIN
 from searches.study.study import OVERHEAD_SECONDS, finished
 from searches.tracking.names import DRIFTED, ENGINE_FAILED, METRICS, STARTUP_SECONDS, WORKER
-
-_MIN_OF_A_CATEGORY = 3  # prompts; the interval of two is unbounded
 
 
 def summary(study: optuna.Study, finals: Finals | None, race: Race | None = None) -> str:
@@ -132,20 +130,11 @@ def winner_notes(study: optuna.Study, finals: Finals) -> list[str]:
 def _details(finalist: Finalist) -> str:
     """Return a finalist's speedup by category, and its speedup in the search."""
     held_out = finalist.held_out
-    categories = held_out["speedup_by_category"].items()
-    shown = ", ".join(f"{name} {value:.2f}{_interval(held_out, name)}" for name, value in categories)
+    shown = ", ".join(f"{name} {category_speedup(held_out, name)}" for name in held_out["speedup_by_category"])
     return (
         f"By category: {shown}.\n"
         f"Its speedup was {finalist.search_speedup:.2f} in the search and {held_out['speedup']:.2f} on held-out prompts."
     )
-
-
-def _interval(held_out: Mapping[str, Any], category: str) -> str:
-    """Return the interval of a category that has enough prompts for one."""
-    if held_out["prompts_by_category"][category] < _MIN_OF_A_CATEGORY:
-        return ""
-    low, high = held_out["interval_by_category"][category]
-    return f" ({low:.2f} to {high:.2f})"
 
 
 def verdict(finals: Finals) -> str:

@@ -17,6 +17,7 @@ from searches.tracking.names import METRICS
 Row = dict[str, str]
 Tables = dict[str, list[Row]]  # by their titles
 
+_MIN_OF_A_CATEGORY = 3  # prompts; the interval of two is unbounded
 _REQUEST_COLUMNS = {
     "throughput": ("throughput", "{:.1f}", 1.0),
     "tpot_p50": ("ms/token p50", "{:.1f}", 1000.0),
@@ -44,6 +45,15 @@ def speedup_cells(metrics: Mapping[str, Any], digits: int) -> Row:
         return {"speedup": "", "95 % interval": ""}
     value, low, high = (f"{metrics[name]:.{digits}f}" for name in ("speedup", "speedup_low", "speedup_high"))
     return {"speedup": value, "95 % interval": f"{low} to {high}"}
+
+
+def category_speedup(metrics: Mapping[str, Any], category: str) -> str:
+    """Return the speedup of a category, with its interval if it has enough prompts for one."""
+    speedup = f"{metrics['speedup_by_category'][category]:.2f}"
+    if metrics["prompts_by_category"][category] < _MIN_OF_A_CATEGORY:
+        return speedup
+    low, high = metrics["interval_by_category"][category]
+    return f"{speedup} ({low:.2f} to {high:.2f})"
 
 
 def empty_note(metrics: Mapping[str, Any]) -> list[str]:

@@ -145,6 +145,12 @@ def test_figures_are_plain_json() -> None:
     assert figures["speedup_low"] <= 1.5 <= figures["speedup_high"]
     assert figures["speedup_by_category"] == pytest.approx({"chat": 2.0, "code": 4 / 3})
     assert figures["interval_by_category"] == {"chat": pytest.approx([2.0, 2.0]), "code": pytest.approx([4 / 3, 4 / 3])}
+    # With a prefill of 0.25 seconds, which gives one token: 11 and 31 in 1.25 and 2.25 seconds, then in 0.75 and 1.75.
+    assert figures["spec_bench_speedup"] == pytest.approx((11 / 0.75 + 31 / 1.75) / (11 / 1.25 + 31 / 2.25))
+    assert figures["spec_bench_speedup_by_category"] == pytest.approx({"chat": 1.25 / 0.75, "code": 2.25 / 1.75})
+    assert figures["mean_acceptance_length_by_category"] == {"chat": 7 / 2, "code": 2.0}
+    assert figures["acceptance_length_histogram"] == {"2": 2, "5": 1}
+    assert figures["conditional_acceptance_rate"] == pytest.approx({"1": 1, "2": 1, "3": 1 / 3, "4": 1, "5": 1})
     assert (figures["prompts"], figures["tokens"]) == (2, 42)
     assert (figures["decode_seconds"], figures["baseline_decode_seconds"]) == (2.0, 3.0)
     assert (figures["prefill_seconds"], figures["baseline_prefill_seconds"]) == (0.5, 0.5)
@@ -158,4 +164,4 @@ def test_figures_are_plain_json() -> None:
     assert (found, changed.table()["lossless"]) == (["unchecked", "different"], ["exact", "different"])
     nothing = Measurement((), ()).to_dict()
     json.dumps(nothing, allow_nan=False)
-    assert (nothing["speedup"], nothing["tokens"]) == (1.0, 0)
+    assert (nothing["speedup"], nothing["spec_bench_speedup"], nothing["tokens"]) == (1.0, 1.0, 0)

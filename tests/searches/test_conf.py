@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -21,7 +22,7 @@ LEAVES = sorted(path.relative_to(CONF) for path in Path(CONF).glob("*/*.yaml"))
 NEEDED = {
     "target/hub": ["target.name=some/model"],
     "target/local": ["target.path=/some/folder"],
-    "prompts/jsonl": ["prompts.path=some.jsonl"],
+    **{f"prompts/{name}": ["prompts.path=some.jsonl"] for name in ("gsm8k", "humaneval", "jsonl", "mt_bench", "spec_bench")},
 }
 
 
@@ -35,7 +36,7 @@ def _leaves(config: DictConfig, prefix: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize("leaf", [str(leaf.with_suffix("")) for leaf in LEAVES])
-def test_a_choice_composes_and_builds(leaf: str) -> None:
+def test_a_choice_composes_and_builds(tmp_path: Path, leaf: str) -> None:
     group = leaf.partition("/")[0]
     config = compose_config("layerskip", [leaf.replace("/", "="), *NEEDED.get(leaf, [])])
     if group in ("sampler", "pruner"):
@@ -49,6 +50,11 @@ def test_a_choice_composes_and_builds(leaf: str) -> None:
         assert isinstance(instantiate(config.sampling), Sampling)
     elif leaf == "prompts/packaged":
         assert isinstance(instantiate(config.prompts), PromptSet)
+    elif group == "prompts":  # the published formats have the names of their files
+        fields = {"question_id": 1, "task_id": 2, "category": "stem", "turns": ["Why?"], "question": "Why?", "prompt": "x"}
+        written = {"prompt": "Why?"} if leaf == "prompts/jsonl" else fields
+        (tmp_path / "jsonl.jsonl").write_text(json.dumps(written), encoding="utf-8")
+        assert instantiate(config.prompts, path=tmp_path / "jsonl.jsonl").name == leaf.partition("/")[2]
 
 
 @pytest.mark.parametrize("method", [method.name for method in methods().values() if method.benchmark is not None])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from layerskip import Export, PromptSet, SpeculativeConfig, load_target
 from layerskip.measure.losslessness import Divergence, Losslessness
+from searches.app.composition import compose_config
 from searches.benchmark.program import table
 from tests.searches.conftest import Launch
 from tests.searches.programs import runs, sqlite, tracked
@@ -71,6 +73,55 @@ def test_all_contenders_give_the_same_output(record: dict[str, Any]) -> None:
     assert all(name in record["printed"] for name in results)
     assert 0 < results["layer_skip"]["draft_share"] < 1
     assert results["transformers_assistant"]["draft_share"] == 0  # not measured
+
+
+def test_rounds_are_counted_by_their_tokens(record: dict[str, Any]) -> None:
+    """All outputs are the same, so the rounds of our contenders have as many tokens as plain decoding has rounds."""
+    results = record["record"]["results"]
+    (total,) = results["plain"]["acceptance_length_histogram"].values()
+    for found in (results[name] for name in record["record"]["configs"]):
+        counts = found["acceptance_length_histogram"]
+        assert sum(int(tokens) * rounds for tokens, rounds in counts.items()) == total > 0
+        assert total / sum(counts.values()) == pytest.approx(found["mean_acceptance_length"])
+    lines = record["printed"].splitlines()
+    (head,) = (line for line in lines if line.startswith("| rounds by tokens"))
+    row = next(line for line in lines[lines.index(head) :] if line.startswith("| draft_model |"))
+    columns = zip(head.strip(" |").split(" | ")[1:], row.strip(" |").split(" | ")[1:], strict=False)  # without empty cells
+    assert sum(int(tokens) * int(cell.partition(" (")[0]) for tokens, cell in columns) == total
+
+
+def test_spec_bench_is_measured_by_its_categories(tmp_path: Path, launch: Launch) -> None:
+    model, file = save_tiny(tmp_path / "model"), tmp_path / "question.jsonl"
+    kinds = ("writing", "coding", "stem", "rag")
+    rows = [{"question_id": n, "category": kind, "turns": [f"Explain {kind}."]} for n, kind in enumerate(kinds)]
+    rows[0]["turns"] = ["Describe a bridge.", "Make it shorter."]
+    settings = compose_config("benchmark")
+    others = [f"contenders.{name}=null" for name in settings.contenders if name != "prompt_lookup"]
+    others += [f"peers.{name}=null" for name in settings.peers if name != "transformers_prompt_lookup"]
+    command = (
+        *("benchmark", "target=local", f"target.path={model}", "target.dtype=float32", "target.device=cpu"),
+        *("prompts=spec_bench", f"prompts.path={file}", "measure.prompts=null", "measure.max_new_tokens=12", *others),
+        f"outputs={tracked(tmp_path / 'outputs')}",
+    )
+    file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    done = launch(*command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "outputs" / "benchmark.json").read_text(encoding="utf-8"))
+    assert (record["prompts"]["name"], record["prompts"]["count"]) == ("spec_bench", 4)
+    for found in record["results"].values():
+        assert found["prompts_by_category"] == {"mt_bench": 3, "rag": 1}
+    lookup = record["results"]["prompt_lookup"]
+    low, high = lookup["interval_by_category"]["mt_bench"]  # that of a single prompt is not shown
+    several, single = (lookup["speedup_by_category"][kind] for kind in ("mt_bench", "rag"))
+    assert "| speedup by category | mt_bench | rag |" in done.stdout
+    assert f"| prompt_lookup | {several:.2f} ({low:.2f} to {high:.2f}) | {single:.2f} |" in done.stdout
+    lengths = (lookup["mean_acceptance_length_by_category"][kind] for kind in ("mt_bench", "rag"))
+    assert f"| prompt_lookup | {' | '.join(f'{length:.2f}' for length in lengths)} |" in done.stdout
+    del rows[1]["turns"]
+    file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    refused = launch(*command, cwd=tmp_path)
+    assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
+    assert refused.stderr.startswith(f"error: prompts.path: {file}, line 2: question_id 1: turns: is missing")
 
 
 def test_costs_are_measured(record: dict[str, Any]) -> None:
