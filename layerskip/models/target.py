@@ -236,18 +236,34 @@ class Target:
             raise TargetError(f"{field}: refused by the {part} of {self.name}; change one of them: {reason}") from error
 
     def save(self, folder: str | Path) -> None:
-        """Write weights, configuration and tokenizer as a folder in the layout of Hugging Face."""
+        """Write weights, configuration and tokenizer as a folder in the layout of Hugging Face.
+
+        Version 4 of transformers, by which OpenVINO's converter reads folders, reads it, too.
+        """
         self.model.save_pretrained(folder)
+        file = Path(folder, "config.json")
+        fields = files.read_json(file) or {}
+        files.write_json(file, fields | _earlier_rotations(fields.get("rope_parameters") or {}))
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
             file = Path(folder, "tokenizer_config.json")
-            # Version 4 of transformers, by which OpenVINO's converter reads folders, knows the class by its earlier name.
+            # Version 4 of transformers knows the class by its earlier name.
             if (fields := files.read_json(file) or {}).get("tokenizer_class") == "TokenizersBackend":
                 files.write_json(file, fields | {"tokenizer_class": "PreTrainedTokenizerFast"})
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Convert token ids to text without special tokens; empty if the target has no tokenizer."""
         return "" if self.tokenizer is None else str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def _earlier_rotations(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rotary position embeddings in the fields of transformers 4, which takes defaults for what is missing."""
+    every = rope.get("full_attention", rope)  # models with two kinds of layers have parameters for each
+    found = {"rope_theta": every["rope_theta"]} if "rope_theta" in every else {}
+    if every.get("rope_type", "default") != "default":
+        found["rope_scaling"] = {name: value for name, value in every.items() if name != "rope_theta"}
+    local = rope.get("sliding_attention", {})
+    return found | ({"rope_local_base_freq": local["rope_theta"]} if "rope_theta" in local else {})
 
 
 def _sample(weight: Tensor) -> Tensor:

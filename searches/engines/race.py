@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from layerskip import Measurement, PromptSet, SpeculativeConfig, Target, UnsupportedModel
-from layerskip.measure.losslessness import Losslessness
 from layerskip.measure.measure import Contender, Decoder, Task, interleave
 from layerskip.measure.measurement import Sample
 from layerskip.models.loading import DTYPES
@@ -72,8 +71,8 @@ class Race:
 
     @property
     def fastest(self) -> RaceRow:
-        """The fastest contender that was measured to the end."""
-        return self.rows[0]
+        """The fastest contender that was measured to the end and decodes the same model as we do."""
+        return next(row for row in self.rows if _is_same_model(row.reference) and not row.ended)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values."""
@@ -155,12 +154,18 @@ def race(
         alive = {name: peer for name, peer in peers.items() if name not in dropped}
         rows, ended = _measure(target, held_out, own, alive, task, on_prompt)
         left_out += [reason for name, reason in (dropped | ended).items() if not any(name in row for row in rows)]
-        plain = max(
-            (name for name in rows[-1] if name.endswith("plain")), key=lambda n: Measurement.of(rows, PLAIN, n).speedup
-        )
         names = dict.fromkeys(name for row in rows for name in row)
-        judged = [_judged(name, plain, rows, peers, ended.get(name, "")) for name in names]
+        references = {name: _reference(rows, name, peers.get(name)) for name in names}
+        plains = [name for name in rows[-1] if name.endswith("plain") and _is_same_model(references[name])]
+        plain = max(plains, key=lambda name: Measurement.of(rows, PLAIN, name).speedup)
+        judged = [_judged(name, plain, rows, peers, references, ended.get(name, "")) for name in names]
         judged.sort(key=lambda row: (bool(row.ended), -row.measured["speedup"]))
+        notes += [
+            f"{row.name} cannot be the fastest: {row.reference['changed']} of {row.reference['compared']} outputs differ "
+            "from those of our plain decoding by more than rounding"
+            for row in judged
+            if not _is_same_model(row.reference)
+        ]
         return Race(tuple(judged), plain, len(rows), tuple(dict.fromkeys(left_out)), tuple(notes), tuple(trials))
 
 
@@ -191,25 +196,35 @@ def _measure(
 
 
 def _judged(
-    name: str, plain: str, rows: Sequence[Mapping[str, Sample]], peers: Mapping[str, EnginePeer], ended: str
+    name: str,
+    plain: str,
+    rows: Sequence[Mapping[str, Sample]],
+    peers: Mapping[str, EnginePeer],
+    references: Mapping[str, dict[str, int]],
+    ended: str,
 ) -> RaceRow:
     """Return the results of a contender, over the fastest plain decoding and over that of the same engine."""
-    base = f"{name.partition(',')[0]}, plain"
+    base, reference = f"{name.partition(',')[0]}, plain", references[name]
     own = Measurement.of(rows, base, name)
     own_speedup = (own.speedup, *own.interval()) if name != base and own.candidate else None
-    measured, lossless = Measurement.of(rows, plain, name).to_dict(), Measurement.of(rows, PLAIN, name).lossless
-    differing = lossless.divergences
+    measured = Measurement.of(rows, plain, name).to_dict()
     if name not in peers:
-        reference = _compared(lossless, sum(each.near_tie for each in differing))
-        return RaceRow(name, measured, own_speedup, (reference["same"], lossless.compared), reference, ended=ended)
+        return RaceRow(name, measured, own_speedup, (reference["same"], reference["compared"]), reference, ended=ended)
     peer, expected = peers[name], peers[base].outputs
     common = peer.outputs.keys() & expected.keys()
-    equal = sum(peer.outputs[prompt] == expected[prompt] for prompt in common), len(common)
-    reference = _compared(lossless, sum(each.near_tie_in(DTYPES[str(peer.dtype)]) for each in differing))
-    return RaceRow(name, measured, own_speedup, equal, reference, peer.precision, peer.version, peer.command(), ended)
+    same = sum(peer.outputs[prompt] == expected[prompt] for prompt in common), len(common)
+    return RaceRow(name, measured, own_speedup, same, reference, peer.precision, peer.version, peer.command(), ended)
 
 
-def _compared(lossless: Losslessness, near_ties: int) -> dict[str, int]:
-    different = len(lossless.divergences)
-    counts = {"compared": lossless.compared, "same": lossless.compared - different}
-    return counts | {"near_ties": near_ties, "changed": different - near_ties}
+def _reference(rows: Sequence[Mapping[str, Sample]], name: str, peer: EnginePeer | None) -> dict[str, int]:
+    """Return the comparison of a contender's outputs with those of our plain decoding."""
+    lossless = Measurement.of(rows, PLAIN, name).lossless
+    differing = lossless.divergences
+    ties = [each.near_tie if peer is None else each.near_tie_in(DTYPES[str(peer.dtype)]) for each in differing]
+    counts = {"compared": lossless.compared, "same": lossless.compared - len(differing)}
+    return counts | {"near_ties": sum(ties), "changed": len(differing) - sum(ties)}
+
+
+def _is_same_model(reference: Mapping[str, int]) -> bool:
+    """Whether at least half of the outputs are the reference's, up to rounding to the engine's data type."""
+    return 2 * reference["changed"] <= reference["compared"]

@@ -179,3 +179,37 @@ def test_the_weights_sample_covers_every_kind_of_tensor() -> None:
         assert Target(model).weights_sample != before
         for weight in weights:
             weight -= 0.5
+
+
+@pytest.mark.parametrize(
+    ("family", "rope", "earlier"),
+    [
+        ("llama", {"rope_type": "default", "rope_theta": 500.0}, {"rope_theta": 500.0}),
+        (
+            "llama",
+            {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
+            {"rope_theta": 500.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        ),
+        (
+            "gemma3_text",
+            {
+                "full_attention": {"rope_type": "default", "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+            {"rope_theta": 500.0, "rope_local_base_freq": 50.0},
+        ),
+    ],
+)
+def test_a_saved_folder_states_rotations_as_both_versions_of_transformers_read_them(
+    family: str, rope: dict[str, Any], earlier: dict[str, Any], tmp_path: Path
+) -> None:
+    """Version 4 ignores ``rope_parameters`` and would take its defaults, so that an engine decoded another model."""
+    target = load_target(str(save_tiny(tmp_path / "first", family, rope_parameters=rope)), dtype="float32", device="cpu")
+    target.save(tmp_path / "second")
+    fields = json.loads((tmp_path / "second" / "config.json").read_text(encoding="utf-8"))
+    assert fields.items() >= earlier.items()
+    again = load_target(str(tmp_path / "second"), dtype="float32", device="cpu")
+    tokens = torch.arange(5, 25)[None]
+    assert torch.equal(again.model(tokens).logits, target.model(tokens).logits)
+    plain = load_target(str(save_tiny(tmp_path / "third", family)), dtype="float32", device="cpu")
+    assert not torch.equal(plain.model(tokens).logits, target.model(tokens).logits)
