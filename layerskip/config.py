@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from layerskip.draft_plan import PlanError, normalise_mask
+from layerskip.draft_plan import DraftPlan, PlanError, normalise_mask
 
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # the last are bytes that are not UTF-8
 
@@ -364,6 +364,10 @@ class SpeculativeConfig:
         """The text of its draft plan; empty if the method has none."""
         name = _method(self.method).plan_field
         return str(self.value(name)) if name else ""
+
+    def plans(self, layers: int) -> list[DraftPlan]:
+        """Return its draft plan, or those of its members, for a model of so many layers."""
+        return [DraftPlan.parse(part.plan, layers) for part in self.members or (self,)]
 
     @property
     def values(self) -> dict[str, Any]:

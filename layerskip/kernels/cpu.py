@@ -72,6 +72,11 @@ class FewRowsWeight(ctypes.Structure):
         self._weight, self._library, self._kept = weight.detach(), _library(), parts
         self.address = ctypes.addressof(self)
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it takes beside the weight."""
+        return sum(part.nbytes for part in self._kept.values())
+
     def __deepcopy__(self, _: Any) -> FewRowsWeight:
         return self
 
@@ -218,6 +223,13 @@ class IntegerWeight(BlockWeight):
     def __init__(self, weight: Tensor, blocks: Blocks) -> None:
         block = weight.shape[1] // blocks.scales.shape[1]
         super().__init__(weight, blocks, 1 if block % _TOGETHER else _TOGETHER)
+
+    @staticmethod
+    def bytes_for(weight: Tensor, bits: int, block: int = _QUANTIZED) -> int:
+        """Return the bytes that one of a weight takes with codes of 4 or 8 bits, and numbers of float16 for each block."""
+        outputs, inputs = weight.shape
+        padded = outputs + -outputs % _library().panel_size()
+        return int(padded * (inputs * bits // 8 + 4 * (inputs // math.gcd(inputs, block))))
 
     def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute as few rows are computed, however many there are: a scan replays drafts."""

@@ -28,11 +28,13 @@ from layerskip.decoding.sampling import Chooser, Sampling
 from layerskip.decoding.verify import Verdict
 from layerskip.device.memory import PeakMemory
 from layerskip.device.transfer import now
+from layerskip.draft_plan import DraftPlan
 from layerskip.drafters.registry import build_drafter
 from layerskip.measure.losslessness import Losslessness, find_divergence
 from layerskip.measure.measurement import Measurement, Sample, check_output
 from layerskip.models.cache import KVCache
 from layerskip.models.graph_capture import capture_seconds
+from layerskip.models.skip_view import copies_bytes
 from layerskip.models.target import NotFinite, Target
 from layerskip.prompts import PromptError, PromptItem, PromptSet
 
@@ -116,13 +118,18 @@ class Decoder:
 
     timed: TimedDrafter  # of the last prompt
 
-    def __init__(self, target: Target, drafter: Drafter) -> None:
-        self.target, self.drafter = target, drafter
+    def __init__(self, target: Target, drafter: Drafter, plans: Sequence[DraftPlan] = ()) -> None:
+        self.target, self.drafter, self._plans = target, drafter, plans
 
     @classmethod
     def of(cls, target: Target, config: SpeculativeConfig) -> Decoder:
         """Return a configuration's decoder; raises like :func:`build_drafter`."""
-        return cls(target, build_drafter(config, target))
+        return cls(target, build_drafter(config, target), config.plans(target.layers))
+
+    @property
+    def copies_bytes(self) -> int:
+        """The bytes of the weights at fewer bits that its drafts read."""
+        return sum(copies_bytes(self.target.model, self._plans).values())
 
     def __call__(self, prompt: Sequence[int], task: Task, on_prefill: Callable[[int], None]) -> DecodeResult:
         self.timed = TimedDrafter(self.drafter, self.target.device)
@@ -296,6 +303,7 @@ def _timed(
         decode_seconds=end - prefilled,
         peak_memory_bytes=memory.read(),
         stats=continuation.stats,
+        copies_bytes=contender.copies_bytes if isinstance(contender, Decoder) else 0,
         draft_seconds=contender.timed.seconds if isinstance(contender, Decoder) else 0.0,
     )
     return continuation, sample

@@ -81,6 +81,7 @@ class Sample:
     stats: DecodeStats
     lossless: Losslessness = Losslessness(0)  # the comparison with the reference's output
     draft_seconds: float = 0.0  # the part of ``decode_seconds`` spent on drafting; 0.0 for a peer, which reports none
+    copies_bytes: int = 0  # of the weights at fewer bits that its drafts read
     requests: tuple[Request, ...] = ()  # those of an engine; empty for decoding in this process
 
     @property
@@ -113,6 +114,7 @@ class Sample:
             category=parts[0].category,
             **{name: sum(getattr(p, name) for p in parts) for name in _SUMMED},
             peak_memory_bytes=max(p.peak_memory_bytes for p in parts),
+            copies_bytes=max(p.copies_bytes for p in parts),
             stats=DecodeStats.join(p.stats for p in parts),
             lossless=Losslessness.join(p.lossless for p in parts),
             requests=tuple(request for p in parts for request in p.requests),
@@ -244,6 +246,7 @@ class Measurement:
             "baseline_prefill_seconds": sum(s.prefill_seconds for s in self.baseline),
             "baseline_decode_seconds": sum(s.decode_seconds for s in self.baseline),
             "peak_memory_bytes": max((s.peak_memory_bytes for s in self.candidate), default=0),
+            "copies_bytes": max((s.copies_bytes for s in self.candidate), default=0),
             "baseline_peak_memory_bytes": max((s.peak_memory_bytes for s in self.baseline), default=0),
             "losslessness": self.lossless.to_dict(),
         }

@@ -29,6 +29,7 @@ _SHARE = 0.25  # of the machine's memory, the most that packed weights may take 
 _ROWS = 4  # rows of input for which layouts are chosen; a thousand rows lose nothing by it
 _LEAST = {torch.float32: 2**17, torch.bfloat16: 2**14}  # values; of fewer, a call takes longer than the product
 _SAMPLED = 8  # values that detect a change of a weight
+_FILE_BLOCK = 32  # inputs of the smallest blocks of a file
 
 
 def set_packing(model: nn.Module, pack: bool | None) -> None:
@@ -39,7 +40,7 @@ def set_packing(model: nn.Module, pack: bool | None) -> None:
 
 def uses_packing(model: nn.Module) -> bool:
     """Return whether a model multiplies by packed weights: by default if they take at most a quarter of the memory."""
-    packable = any(_packable_layers(model))
+    packable = any(packable_layers(model))
     if packable and model not in _settings:  # with none packable now, some may be on another device
         _settings[model] = fits_packed(model)
     return packable and _settings[model]
@@ -47,8 +48,13 @@ def uses_packing(model: nn.Module) -> bool:
 
 def fits_packed(model: nn.Module, dtype: torch.dtype | None = None) -> bool:
     """Return whether a model has weights to pack that take at most a quarter of the memory, in a dtype or in its own."""
-    sizes: list[int] = [layer.weight.numel() * (dtype or layer.weight.dtype).itemsize for layer in _packable_layers(model)]
-    return 0 < sum(sizes) <= _SHARE * total_bytes()
+    size = sum(layer.weight.numel() * (dtype or layer.weight.dtype).itemsize for layer in packable_layers(model))
+    return size > 0 and may_take(size)
+
+
+def may_take(size: int, limit: int | None = None) -> bool:
+    """Return whether copies of weights may take so many bytes: at most a limit, or without one a quarter of the memory."""
+    return size <= (_SHARE * total_bytes() if limit is None else limit)
 
 
 def pack_like(model: nn.Module, tree: Tree) -> Tree:
@@ -56,7 +62,7 @@ def pack_like(model: nn.Module, tree: Tree) -> Tree:
 
     All trees over the same tensors share their packed copies.
     """
-    for layer in _packable_layers(tree) if uses_packing(model) else ():
+    for layer in packable_layers(tree) if uses_packing(model) else ():
         if "forward" not in layer.__dict__:  # a replaced forward may do more than multiply
             layer.__class__ = _PackedLinear
             read_at(layer, 0)
@@ -102,9 +108,9 @@ def _reorder(weight: Tensor) -> Product:
 
 def refuse_quantized(model: nn.Module) -> str:
     """Return why products at fewer bits are no faster for a model; empty if they are."""
-    if not any(_packable_layers(model)) or not uses_packing(model):
+    if not any(packable_layers(model)) or not uses_packing(model):
         return "its weights are not packed on a CPU"
-    if next(_packable_layers(model)).weight.dtype != torch.float32:
+    if next(packable_layers(model)).weight.dtype != torch.float32:
         return "its arithmetic is not float32; target.dtype=mixed is"
     return "" if has_kernels() else "it needs a C++ compiler, and a processor with AVX2"
 
@@ -134,6 +140,14 @@ def _blocks(weight: Tensor, bits: int) -> Blocks:
     found = None if find is None else find(weight, bits)
     # Scales of 32 bits, as of K-quants, take more bytes than codes of the weight with others.
     return found if found is not None and found.has_half_scales else Blocks.quantize(weight, bits)
+
+
+def copy_bytes(weight: Tensor, bits: int) -> int:
+    """Return the bytes of the copy of a weight at 8 or 4 bits, or those that it will have; in blocks of a file, the most."""
+    made: _PackedWeight | None = _packed[bits].get(weight)
+    if made is not None and isinstance(made.copy, FewRowsWeight):
+        return made.copy.nbytes
+    return IntegerWeight.bytes_for(weight, bits, *([_FILE_BLOCK] if weight in _offered else []))
 
 
 def has_blocks(model: nn.Module) -> bool:
@@ -212,7 +226,7 @@ def _sample(weight: Tensor) -> list[float]:
     return values
 
 
-def _packable_layers(tree: nn.Module) -> Iterator[Any]:
+def packable_layers(tree: nn.Module) -> Iterator[Any]:
     """Return the linear layers whose weights can be packed."""
     return (layer for layer in tree.modules() if type(layer) is nn.Linear and _is_packable(layer.weight))
 

@@ -9,21 +9,29 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
-from layerskip.draft_plan import DraftPlan, PlanError
+from layerskip.draft_plan import BITS, DraftPlan, PlanError
 from layerskip.models.architecture import Architecture, UnsupportedModel, architecture, replace_forward
 from layerskip.models.attention import use_grouped_attention
 from layerskip.models.cache import KVCache
 from layerskip.models.compiled_layers import compile_mode, set_compiling
 from layerskip.models.cpu_layers import fuse_layers, is_whole_layer
 from layerskip.models.forward import forward
-from layerskip.models.packing import drop_stale_packing, pack_like, read_at, refuse_quantized, uses_packing
+from layerskip.models.packing import (
+    copy_bytes,
+    drop_stale_packing,
+    pack_like,
+    packable_layers,
+    read_at,
+    refuse_quantized,
+    uses_packing,
+)
 
 T = TypeVar("T")
 _SHARED = ("AlignDevicesHook", "SequentialHook", "MatmulLtState", "QuantState")
@@ -41,15 +49,11 @@ def skip_view(model: PreTrainedModel, plan: DraftPlan) -> PreTrainedModel:
     """
     if plan.formats and (reason := refuse_quantized(model)):
         raise UnsupportedModel(f"{type(model).__name__}: {reason}")
-    if plan.formats and plan == replace(DraftPlan.uniform(plan.layers, plan.bits[0]), head_bits=plan.head_bits):
-        read_at(view := _copied(model), plan.bits[0])  # without sub-layers to detect
-        read_at(view.get_output_embeddings(), plan.head_bits)
-        return _learned(view)
-    detected = architecture(model)
-    if plan.layers != len(detected.blocks):
-        raise PlanError(f"the plan is for {plan.layers} layers; {type(model).__name__} has {len(detected.blocks)}")
+    detected = _detected(model, plan)
     view = _copied(model)
     read_bits(view, detected, plan)
+    if detected is None:
+        return _learned(view)
     layers = view.get_submodule(detected.path)
     for index, block in enumerate(detected.blocks):
         layer = layers.get_submodule(str(index))
@@ -61,14 +65,45 @@ def skip_view(model: PreTrainedModel, plan: DraftPlan) -> PreTrainedModel:
     return _learned(view)
 
 
-def read_bits(view: PreTrainedModel, detected: Architecture, plan: DraftPlan) -> None:
-    """Let the linear layers of a view read the bits of a plan."""
-    for index, block in enumerate(detected.blocks):
-        layer = view.get_submodule(f"{detected.path}.{index}")
-        for names, bits in ((block.attention, plan.attention_bits), (block.mlp, plan.mlp_bits)):
-            for name in names:
-                read_at(layer.get_submodule(name), bits[index])
-    read_at(view.get_output_embeddings(), plan.head_bits)
+def _detected(model: PreTrainedModel, plan: DraftPlan) -> Architecture | None:
+    """Return the sub-layers of a model; None for a format of all of them, which needs none."""
+    if plan.formats and plan.is_uniform:
+        return None
+    detected = architecture(model)
+    if plan.layers != len(detected.blocks):
+        raise PlanError(f"the plan is for {plan.layers} layers; {type(model).__name__} has {len(detected.blocks)}")
+    return detected
+
+
+def read_bits(view: PreTrainedModel, detected: Architecture | None, plan: DraftPlan) -> None:
+    """Let the linear layers of a view read the bits of a plan; ``detected`` may be None for one format."""
+    for part, bits in _parts(view, detected, plan):
+        read_at(part, bits)
+
+
+def _parts(tree: PreTrainedModel, detected: Architecture | None, plan: DraftPlan) -> Iterator[tuple[nn.Module, int]]:
+    """Yield the parts of a module tree with the bits that a plan reads them at; a later part may be within an earlier."""
+    if detected is None:
+        yield tree, plan.sublayer_bits[0]
+    else:
+        for index, block in enumerate(detected.blocks):
+            layer = tree.get_submodule(f"{detected.path}.{index}")
+            for names, bits in ((block.attention, plan.attention_bits), (block.mlp, plan.mlp_bits)):
+                yield from ((layer.get_submodule(name), bits[index]) for name in names)
+    yield tree.get_output_embeddings(), plan.head_bits
+
+
+def copies_bytes(model: PreTrainedModel, plans: Iterable[DraftPlan]) -> dict[str, int]:
+    """Return the bytes of the copies of a model's weights that drafts by some plans share, by format.
+
+    A copy that is not made yet counts with the bytes that it will take.
+    """
+    copies: dict[tuple[int, int], int] = {}
+    for plan in plans:
+        parts = _parts(model, _detected(model, plan), plan) if plan.formats else ()
+        read = {layer: bits for part, bits in parts for layer in packable_layers(part)}
+        copies |= {(id(layer.weight), bits): copy_bytes(layer.weight, bits) for layer, bits in read.items() if bits}
+    return {name: sum(size for (_, own), size in copies.items() if own == bits) for name, bits in BITS.items() if bits}
 
 
 def cached_skip_view(model: PreTrainedModel, plan: DraftPlan) -> PreTrainedModel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import re
 import shutil
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ from layerskip import ConfigError
 from layerskip.config import check_integer, check_text
 
 _MIN_FREE_BYTES = 64 * 2**20
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i)?B|B)?")
 
 
 class InputError(ValueError):
@@ -40,6 +42,15 @@ def check_number(name: str, value: object, maximum: float = math.inf, or_zero: b
     if not (0 < number <= maximum or (or_zero and number == 0)):
         wanted = "a number above 0" if maximum == math.inf else f"a number above 0 and up to {maximum:g}"
         raise InputError(f"{name}: {value!r} is {'neither 0 nor' if or_zero else 'not'} {wanted}")
+
+
+def read_bytes(name: str, value: object) -> int:
+    """Return a number of bytes, at least 1, given as such or as a text like ``2GiB`` or ``500 MB``."""
+    found = _SIZE.fullmatch(str(value))
+    size = 0 if found is None else int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " "))
+    if size < 1:
+        raise InputError(f"{name}: {value!r} is not a number of bytes, such as 2_000_000_000 or 2GiB")
+    return size
 
 
 def check_flag(name: str, value: object) -> None:

@@ -69,6 +69,8 @@ def described(backend: Backend, workload: Workload) -> dict[str, Any]:
 
 def supported_space(space: SearchSpace, backend: Backend) -> SearchSpace:
     """Return the space with what a back end supports, at least one method; print which are left out, and why."""
+    if space.memory is not None and backend.name != _OWN:
+        raise InputError(f"space.memory: has no effect on backend={backend.name}")
     by_reason: dict[str | None, list[str]] = {}
     for method in space.available_methods:
         by_reason.setdefault(backend.supports(method), []).append(method)

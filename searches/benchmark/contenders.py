@@ -24,6 +24,7 @@ from layerskip import (
 )
 from layerskip.files import short_name
 from layerskip.measure.measure import Decoder
+from layerskip.models.loading import DTYPES, MIXED, NATIVE, load_target
 from searches.app.checks import InputError, check_list
 from searches.backends.engine_process import interpreter
 from searches.benchmark.peers import Peer
@@ -86,11 +87,15 @@ def build_contenders(
     if config.draft_mask and config.draft_folder in drafts and not Path(config.draft_folder).exists():
         save_draft_checkpoint(target, DraftPlan.parse(config.draft_mask, target.layers), Path(config.draft_folder))
     rivals, configs = {BASELINE: "transformers"}, {BASELINE: SpeculativeConfig()}
+    targets: dict[str, Target] = {}
     for name, row in own.items():
         fields: Any = OmegaConf.to_container(row, resolve=True)
         if (rival := fields.pop("rival", None)) is not None:
             check_list(f"contenders.{name}.rival", [rival], list(map(str, config.peers)))
             rivals[name] = rival
+        if (dtype := fields.pop("dtype", None)) is not None:
+            check_list(f"contenders.{name}.dtype", [dtype], (*DTYPES, MIXED, NATIVE))
+            targets[name] = load_target(target.name, target.revision, dtype, str(target.device))
         configs[name] = SpeculativeConfig.from_dict(fields)
         refuse_answers_of(f"contenders.{name}", configs[name], target, prompts)
     if export is not None:
@@ -107,7 +112,7 @@ def build_contenders(
                 if ours.verify_cost and "draft_cost" not in own[name]:
                     ours = replace(ours, draft_cost=timer.draft_costs(ours.members, draft_costs))
                 configs[name] = ours
-            decoders[name] = Decoder.of(target, ours)
+            decoders[name] = Decoder.of(targets.get(name, target), ours)
         except UnsupportedModel as error:
             if name == BASELINE:
                 raise

@@ -4,9 +4,7 @@ All contenders are measured in one run, interleaved prompt by prompt; OpenVINO G
 they are installed. ``config=best.json`` adds an export and measures on held-out prompts only. Prints a table, writes JSON
 and logs to MLflow. An interrupted benchmark keeps nothing.
 
-The memory of a drafter is that of its weights, caches and tables, without what it shares with the target. Memory-mapped
-files and the caches of transformers' methods are not counted; that of engines is unknown. On CUDA the table also has the
-peak memory of decoding, beyond everything that is loaded.
+The table has the bytes of the weights at fewer bits that self-drafts read. The record also has the peak memory of each.
 """
 
 from __future__ import annotations
@@ -162,6 +160,7 @@ def _row(name: str, result: Mapping[str, Any], config: Mapping[str, Any] | None)
         "acceptance": f"{result['acceptance_rate']:.2f}" if drafts else "",
         "tokens/round": f"{result['mean_acceptance_length']:.2f}",
         "drafting": f"{result['draft_share']:.0%}" if drafts else "",
+        "copies": f"{result['copies_bytes'] / 1e6:.0f} MB" if result["copies_bytes"] else "",
         "output": result["losslessness"]["verdict"].replace("_", "-"),
         "speedup over transformers": _interval(result["rival"]) if "rival" in result else "",
     }

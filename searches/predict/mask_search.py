@@ -102,12 +102,14 @@ class Screening(abc.ABC):
         self.predictor, self.layers, self.skippable = predictor, predictor.layers, space.skippable
         self.scores: dict[DraftPlan, float] = {}
         self.agreements: dict[DraftPlan, float] = {}
+        self._over_memory = space.over_memory
         self._lengths, self.left, self._control = space.values(self.method, "num_speculative_tokens"), budget, control
 
     def screen(self, masks: Iterable[DraftPlan]) -> list[float]:
-        """Return the masks' expected speedups; 0 for those that the budget does not cover."""
+        """Return the masks' expected speedups; 0 for those that the budget or the memory does not cover."""
         masks = list(masks)
-        new = [mask for mask in dict.fromkeys(masks) if mask not in self.scores][: self.left]
+        unknown = (mask for mask in dict.fromkeys(masks) if mask not in self.scores and not self._over_memory([mask]))
+        new = list(itertools.islice(unknown, self.left))
         self.left -= len(new)
         size = self.predictor.screened_together
         for first in range(0, len(new), size):
@@ -261,6 +263,7 @@ class PlanSearch(Screening):
         """
         base = self.best
         options = {part: [base.changed(*part, name) for name in self._choices(part[1])] for part in self._parts()}
+        options = {part: [plan for plan in plans if not self._over_memory([plan])] for part, plans in options.items()}
         self.screen(plan for plans in options.values() for plan in plans)
         if not all(plan in self.scores for plans in options.values() for plan in plans):
             return
@@ -286,7 +289,8 @@ class PlanSearch(Screening):
         profile, found = self.predictor.profile, base
         for (kind, layer), plans in options.items():
             cost = {plan: self._log_loss(plan) + price * profile.draft_seconds(plan) for plan in plans}
-            found = found.changed(kind, layer, min(cost, key=cost.__getitem__).treatment(kind, layer))
+            changed = found.changed(kind, layer, min(cost, key=cost.__getitem__).treatment(kind, layer))
+            found = found if self._over_memory([changed]) else changed
         return found
 
 

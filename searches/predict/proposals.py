@@ -60,6 +60,9 @@ def propose_plans(
         return []
     search = PlanSearch(predictor, space, settings.budget(space), control)
     search.screen_structured()
+    if not search.scores:
+        control.report("no format of all sub-layers fits space.memory, so no plan of fewer bits is scanned")
+        return []
     if not control.is_over():
         search.improve()
     found = _scan_best(search, settings.scanned, control)

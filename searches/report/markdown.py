@@ -104,9 +104,8 @@ def _trial_counts(trials: Sequence[FrozenTrial]) -> str:
     """Return the number of trials, of those that were stopped early, and of those that were not run, with the reasons."""
     reasons = [str(trial.user_attrs.get("reason", "")) for trial in trials if "measurement" not in trial.user_attrs]
     stopped = sum("measurement" in trial.user_attrs and trial.state != TrialState.COMPLETE for trial in trials)
-    pruned, memory = sum(reason.startswith(CANNOT_WIN) for reason in reasons), reasons.count(OUT_OF_MEMORY)
-    failed = sum(reason.startswith(ENGINE_FAILED) for reason in reasons)
-    counts = {"cannot win": pruned, OUT_OF_MEMORY: memory, ENGINE_FAILED: failed}
+    begins = {"cannot win": CANNOT_WIN, OUT_OF_MEMORY: OUT_OF_MEMORY, ENGINE_FAILED: ENGINE_FAILED}
+    counts = {name: sum(reason.startswith(begin) for reason in reasons) for name, begin in begins.items()}
     counts["measured before"] = len(reasons) - sum(counts.values())
     why = f" ({', '.join(f'{count} {name}' for name, count in counts.items() if count)})" if reasons else ""
     return f"{len(trials)} trials: {stopped} stopped early, {len(reasons)} not run{why}."
@@ -131,9 +130,11 @@ def _details(finalist: Finalist) -> str:
     """Return a finalist's speedup by category, and its speedup in the search."""
     held_out = finalist.held_out
     shown = ", ".join(f"{name} {category_speedup(held_out, name)}" for name in held_out["speedup_by_category"])
+    copies = held_out["copies_bytes"]
     return (
         f"By category: {shown}.\n"
-        f"Its speedup was {finalist.search_speedup:.2f} in the search and {held_out['speedup']:.2f} on held-out prompts."
+        + (f"Its draft reads copies of weights of {copies / 1e6:.0f} MB.\n" if copies else "")
+        + f"Its speedup was {finalist.search_speedup:.2f} in the search and {held_out['speedup']:.2f} on held-out prompts."
     )
 
 

@@ -19,7 +19,8 @@ import optuna
 from layerskip import DraftPlan, PlanError, SpeculativeConfig, StopRule
 from layerskip.config import Costs, Field, Method, methods
 from layerskip.draft_plan import BITS, KEEP, NAMES, SKIP
-from searches.app.checks import InputError, check_list, check_number, check_whole
+from layerskip.models.packing import may_take
+from searches.app.checks import InputError, check_list, check_number, check_whole, read_bytes
 
 T = TypeVar("T")
 Params = dict[str, int | float | str]
@@ -106,6 +107,8 @@ def structured_masks(space: SearchSpace) -> Iterable[str]:
 
 DraftCost = Callable[[Sequence[SpeculativeConfig]], Costs]
 """The cost of one drafted token of each member of a cascade, in steps of plain decoding; empty if unknown."""
+CopiesBytes = Callable[[Sequence[DraftPlan]], Mapping[str, int]]
+"""The bytes, by format, of the copies of weights that drafts by some plans read."""
 LOOKUP = "prompt_lookup"
 """The first member of a cascade."""
 
@@ -131,8 +134,10 @@ class SearchSpace:
         ranges: what a study chooses a field from, by method and field, in place of its declared range or choices. Methods
             that need a head, a draft model or a datastore are left out where none is named.
         masks: further masks to try first, in text form.
+        memory: bytes, or a text such as 2GiB, that the copies of weights of one draft may take; null: without a limit.
         trees: whether the target can verify trees.
         plans: whether a trial may choose the bits of every sub-layer.
+        copies_bytes: the bytes of the copies that drafts by some plans read; None if nothing limits them.
         verify_cost: the cost of verification in cascades; empty if it was not measured.
         draft_cost: the cost of drafting by members of cascades; None if it is not measured.
     """
@@ -143,8 +148,10 @@ class SearchSpace:
     protect_last: int = 2
     ranges: Mapping[str, Mapping[str, Sequence[Any]]] = field(default_factory=dict)
     masks: Sequence[str] = ()
+    memory: int | str | None = None
     trees: bool = field(default=True, metadata=_RUNTIME)
     plans: bool = field(default=False, metadata=_RUNTIME)
+    copies_bytes: CopiesBytes | None = field(default=None, repr=False, compare=False, metadata=_RUNTIME)
     verify_cost: Costs = field(default=(), metadata=_RUNTIME)
     draft_cost: DraftCost | None = field(default=None, repr=False, compare=False, metadata=_RUNTIME)
 
@@ -171,6 +178,8 @@ class SearchSpace:
             for each in known[method].fields:
                 if each.at_least and self.values(method, each.name)[1] < self.values(method, each.at_least)[0]:
                     raise InputError(f"space.ranges.{method}.{each.name}: ends below {each.at_least}, which is not above it")
+        if self.memory is not None:
+            object.__setattr__(self, "memory", read_bytes("space.memory", self.memory))
         check_masks(self)
         if not self.skippable and any("mask" in known[method] for method in self.available_methods):
             raise InputError(f"space.protect_first, space.protect_last: leave none of {self.layers} layers to skip")
@@ -312,8 +321,18 @@ class SearchSpace:
             found[f"read_{kind}_{layer}"] = names.index(plan.treatment(kind, layer))
         return found | {"read_head": names.index(NAMES[plan.head_bits])}
 
+    def over_memory(self, plans: Sequence[DraftPlan]) -> str:
+        """Return why the copies of weights that drafts by some plans read do not fit; empty if they do."""
+        if self.copies_bytes is None or self.memory is None:
+            return ""
+        size = sum(self.copies_bytes(plans).values())
+        fits = may_take(size, int(self.memory))
+        return "" if fits else f"copies of weights take {size:,} bytes, and space.memory is {self.memory:,}"
+
     def allows(self, config: SpeculativeConfig) -> bool:
         """Return whether a trial may choose a configuration."""
+        if self.over_memory(config.plans(self.layers)):
+            return False
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)  # what Optuna has for a value out of range
             try:
@@ -354,7 +373,8 @@ class SearchSpace:
         paths = [each.name for each in searched_fields(declared) if each.path]
         named = [dict(zip(paths, one, strict=True)) for one in itertools.product(*(self.values(method, p) for p in paths))]
         wanted = [declared.first | dict(more) | one for more in ({}, *declared.also) for one in named]
-        return list(dict.fromkeys(self.nearest(method, self._affordable(declared, each)) for each in wanted))
+        found = dict.fromkeys(self.nearest(method, self._affordable(declared, each)) for each in wanted)
+        return [config for config in found if not self.over_memory(config.plans(self.layers))]
 
     def _affordable(self, method: Method, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """Return values with drafts of at most the length that gives the most tokens per time at the usual acceptance."""

@@ -146,7 +146,9 @@ class Objective:
         return pooled.speedup_on(self._first_ids)
 
     def _known_outcome(self, trial: optuna.Trial, known: LeaderboardEntry, board: Leaderboard) -> str:
-        """Return why a configuration is not measured: it failed, was measured often enough, or cannot win; else nothing."""
+        """Return why a configuration is not measured: it does not fit, failed, was measured before, or cannot win."""
+        if over := self.space.over_memory(known.config.plans(self.space.layers)):
+            return f"{OUT_OF_MEMORY}: {over}"
         if known.failures >= _REPLICATES:
             return f"{ENGINE_FAILED} {_REPLICATES} times before"
         leads = board.leader is not None and board.leader.config == known.config  # which is measured again and again

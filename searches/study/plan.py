@@ -12,7 +12,7 @@ from typing import Any
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from layerskip import PromptSet, Sampling, Target, UnsupportedModel
+from layerskip import DraftPlan, PromptSet, Sampling, Target, UnsupportedModel
 from layerskip.config import methods
 from layerskip.decoding.checkpoint_settings import check_settings
 from layerskip.decoding.drafter import drafter_classes
@@ -24,6 +24,7 @@ from layerskip.files import digest, short_name
 from layerskip.models.loading import WHEELS, load_draft
 from layerskip.models.packing import uses_packing
 from layerskip.models.positions import check_positions
+from layerskip.models.skip_view import copies_bytes
 from searches.app.checks import InputError, check_list, check_seed
 from searches.backends.backend import Backend, Workload
 from searches.backends.layerskip import LayerskipBackend
@@ -153,8 +154,14 @@ def _check_drafters(space: SearchSpace, target: Target) -> None:
 
 def drop_unsupported(space: SearchSpace, target: Target) -> SearchSpace:
     """Return the space without methods, and without tree drafts, that the target cannot have; print which are left out."""
+    space = replace(space, copies_bytes=partial(copies_bytes, target.model))
     classes, available = drafter_classes(), space.available_methods
-    if refused := {name: reason for name in available if (reason := classes[name].unsupported(target))}:
+    refused = {name: reason for name in available if (reason := classes[name].unsupported(target))}
+    if "quantized" in available and "quantized" not in refused:
+        texts = space.values("quantized", "weights")
+        over = [space.over_memory([DraftPlan.parse(text, space.layers)]) for text in texts]
+        refused |= {"quantized": over[-1]} if all(over) else {}
+    if refused:
         print("".join(f"space.methods: {name} left out: {reason}\n" for name, reason in refused.items()), end="")
         space = replace(space, methods=tuple(name for name in available if name not in refused))
         if set(space.available_methods) == {"none"} != set(available):

@@ -21,7 +21,7 @@ from mlflow.tracking import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_LOGGED_ARTIFACTS
 from optuna.trial import FrozenTrial
 
-from layerskip import DraftPlan, PromptSet, SpeculativeConfig, draft_plan
+from layerskip import PromptSet, SpeculativeConfig, draft_plan
 from layerskip.config import methods
 from searches.tracking.names import DRIFTED, ENGINE_FAILED, ENGINE_LOG, METRICS, PREDICTED
 
@@ -37,6 +37,7 @@ MEASURED = (
     "mean_acceptance_length",
     "draft_share",
     "peak_memory_bytes",
+    "copies_bytes",
     "prefill_seconds",
     "decode_seconds",
 )
@@ -257,8 +258,7 @@ def parameters(config: SpeculativeConfig, layers: int = 0) -> dict[str, str]:
         "skipped_mlp": sum(len(mlp) for _, mlp in skipped),
     }
     if layers:
-        plans = [DraftPlan.parse(part.plan, layers) for part in parts]
-        read = Counter(bits for plan in plans for bits in plan.sublayer_bits)
+        read = Counter(bits for plan in config.plans(layers) for bits in plan.sublayer_bits)
         summary |= {f"with_{name}_sublayers": read[bits] for name, bits in draft_plan.BITS.items() if bits}
     fields = _fields(config)
     summary |= {f"with_{key}": fields[key] for key in fields if key not in ("method", "num_speculative_tokens")}

@@ -25,7 +25,7 @@ from tests.tiny import save_tiny
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.S | re.M)
-HERE_DOCUMENT = re.compile(r"^.*<<'END'.*?^END$", re.S | re.M)
+HERE_DOCUMENT = re.compile(r"^[^\n]*<<'END'.*?^END$", re.S | re.M)
 PYTHON = ".venv/bin/python"
 KNOWN = ("make", "mkdir", ".venv/bin/mlflow", ".venv/bin/optuna-dashboard", PYTHON)
 Command = tuple[str, ...]

@@ -11,17 +11,19 @@ from typing import cast
 import pytest
 import torch
 
-from layerskip import ConfigError, DraftPlan, SpeculativeConfig, Target, UnsupportedModel
+from layerskip import ConfigError, DraftPlan, PromptSet, SpeculativeConfig, Target, UnsupportedModel
 from layerskip.decoding.decode import decode
 from layerskip.decoding.drafter import Drafter
 from layerskip.decoding.sampling import Sampling
+from layerskip.draft_plan import NAMES
 from layerskip.drafters.quantized import Quantized
 from layerskip.drafters.registry import build_drafter
 from layerskip.kernels.cpu import Blocks, BlockWeight, IntegerWeight, has_kernels
+from layerskip.measure.measure import Decoder, Task, interleave
 from layerskip.models import packing
 from layerskip.models.architecture import is_skipped
 from layerskip.models.packing import few_rows_weight, set_packing
-from layerskip.models.skip_view import cached_skip_view, decoding_view
+from layerskip.models.skip_view import cached_skip_view, copies_bytes, decoding_view
 from searches.app.checks import InputError
 from searches.space.search_space import SearchSpace
 from searches.study.plan import drop_unsupported
@@ -99,6 +101,42 @@ def test_every_sublayer_reads_the_bits_of_a_plan() -> None:
         expected = 0 if name == "lm_head" or ".1." in name else 8 if ".0.self_attn" in name else 4
         assert bits == expected, name
     assert is_skipped(view.get_submodule("model.layers.1"))
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4;head=int8", MIXED])
+def test_the_bytes_of_copies_are_those_that_the_view_reads(weights: str) -> None:
+    """Before they are made and afterwards, and once for drafts that share them."""
+    target = Target(build("llama", hidden_size=96, intermediate_size=80))
+    set_packing(target.model, True)
+    config = SpeculativeConfig.from_dict({"method": "quantized", "weights": weights})
+    before = copies_bytes(target.model, config.plans(target.layers))
+    view, expected = cast(Quantized, build_drafter(config, target)).view, {"int8": 0, "int4": 0}
+    for module in view.modules():
+        product = few_rows_weight(module)
+        if isinstance(product, IntegerWeight):
+            expected[NAMES[product.bits]] += sum(part.nbytes for part in product._kept.values())
+    lookup = SpeculativeConfig("prompt_lookup", 2)
+    twice = SpeculativeConfig("cascade", members=(lookup, config, replace(config, num_speculative_tokens=2)))
+    assert before == copies_bytes(target.model, twice.plans(target.layers)) == expected
+    contenders = {"plain": Decoder.of(target, SpeculativeConfig()), "draft": Decoder.of(target, twice)}
+    prompts = PromptSet.of(["one"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Target, "encode", lambda *_: [5, 6, 7])
+        (row,) = interleave(target, prompts, contenders, Task(max_new_tokens=3))
+    assert (row["plain"].copies_bytes, row["draft"].copies_bytes) == (0, sum(expected.values()))
+
+
+def test_a_search_leaves_out_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    target = Target(build("llama"))
+    set_packing(target.model, True)
+    sizes = [sum(copies_bytes(target.model, [DraftPlan.uniform(target.layers, bits)]).values()) for bits in (4, 8)]
+    space = SearchSpace(target.layers, methods=("quantized",), protect_first=0, protect_last=0, memory=sizes[0])
+    assert [start.value("weights") for start in drop_unsupported(space, target).starts("quantized")] == ["int4", "int4"]
+    less = replace(space, methods=("quantized", "prompt_lookup"), memory=sizes[0] - 1)
+    assert drop_unsupported(less, target).available_methods == ("none", "prompt_lookup")
+    line = f"quantized left out: copies of weights take {sizes[0]:,} bytes, and space.memory is {sizes[0] - 1:,}"
+    assert line in capsys.readouterr().out
+    assert sizes[0] < sizes[1]
 
 
 @pytest.mark.parametrize(

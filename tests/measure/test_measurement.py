@@ -25,7 +25,7 @@ TWO = Measurement(
     (_sample(10, 1.0, "a", "chat"), _sample(30, 2.0, "b", "code")),
     (
         _sample(10, 0.5, "a", "chat", stats=DecodeStats((Round(4, 4, 5), Round(4, 1, 2)))),
-        _sample(30, 1.5, "b", "code", stats=DecodeStats((Round(2, 1, 2),)), peak_memory_bytes=3000),
+        _sample(30, 1.5, "b", "code", stats=DecodeStats((Round(2, 1, 2),)), peak_memory_bytes=3000, copies_bytes=70),
     ),
 )
 
@@ -126,13 +126,13 @@ def test_the_interval_is_repeatable_and_shrinks_with_more_prompts() -> None:
 def test_turns_of_a_conversation_are_added_up() -> None:
     near = Losslessness(1, (Divergence("p", 3, 0.1, 0.2),))
     first = _sample(10, 1.0, stats=DecodeStats((Round(4, 4, 5),)), lossless=Losslessness(1))
-    second = _sample(20, 3.0, stats=DecodeStats((Round(4, 0, 1),)), peak_memory_bytes=5000, lossless=near)
+    second = _sample(20, 3.0, stats=DecodeStats((Round(4, 0, 1),)), peak_memory_bytes=5000, copies_bytes=9, lossless=near)
     joined = Sample.join([first, second])
     assert (joined.prompt_id, joined.category) == ("p", "chat")
     assert (joined.tokens, joined.decoded_tokens) == (32, 30)
     assert (joined.prefill_seconds, joined.decode_seconds) == (0.5, 4.0)
     assert joined.tokens_per_second == pytest.approx(7.5)
-    assert joined.peak_memory_bytes == 5000
+    assert (joined.peak_memory_bytes, joined.copies_bytes) == (5000, 9)
     assert joined.stats.acceptance_rate == 0.5
     assert (joined.lossless.compared, joined.lossless.verdict) == (2, "near_tie")
 
@@ -155,6 +155,7 @@ def test_figures_are_plain_json() -> None:
     assert (figures["decode_seconds"], figures["baseline_decode_seconds"]) == (2.0, 3.0)
     assert (figures["prefill_seconds"], figures["baseline_prefill_seconds"]) == (0.5, 0.5)
     assert (figures["peak_memory_bytes"], figures["baseline_peak_memory_bytes"]) == (3000, 1000)
+    assert (figures["copies_bytes"], Measurement(TWO.baseline, TWO.baseline).to_dict()["copies_bytes"]) == (70, 0)
     assert (figures["acceptance_rate"], figures["mean_acceptance_length"]) == pytest.approx((0.6, 3.0))
     assert figures["acceptance_by_position"] == pytest.approx([1.0, 1 / 3, 0.5, 0.5])
     verdicts = (Losslessness(1), Losslessness(1, (Divergence("b", 0, 9.0, 0.1),)))

@@ -16,7 +16,7 @@ from layerskip.models import packing
 from layerskip.models.gguf_blocks import KINDS, unpack
 from layerskip.models.loading import load_draft
 from layerskip.models.packing import few_rows_weight, has_blocks
-from layerskip.models.skip_view import decoding_view
+from layerskip.models.skip_view import copies_bytes, decoding_view
 from layerskip.models.target import described_precision
 from tests.accelerator import DEVICE
 from tests.tiny import save_gguf, save_tiny
@@ -84,7 +84,11 @@ def test_a_draft_of_fewer_bits_reads_the_blocks_of_the_file(
     found = packing._blocks(layer, bits)
     assert torch.equal(found.values(), own.detach()) == exact
     config = SpeculativeConfig.from_dict({"method": "quantized", "weights": f"int{bits}", "num_speculative_tokens": 3})
+    expected = copies_bytes(target.model, config.plans(target.layers))
     drafted = generate(target, [7, 8, 9], config, max_new_tokens=24)
+    made = copies_bytes(target.model, config.plans(target.layers))
+    assert 0 < sum(made.values()) <= sum(expected.values())
+    assert made == expected or not exact or kind == "Q4_0"  # codes of 4 bits stay so for a draft at 8
     assert drafted.tokens == generate(target, [7, 8, 9], max_new_tokens=24).tokens
     assert drafted.stats.acceptance_rate > 0.6 or not exact
     with monkeypatch.context() as patch:

@@ -20,6 +20,7 @@ from searches.app.checks import (
     check_output_paths,
     check_seed,
     check_whole,
+    read_bytes,
 )
 
 _REFUSED: list[tuple[Callable[[], object], str]] = [
@@ -31,6 +32,9 @@ _REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: check_number("n", -1, or_zero=True), "n: -1 is neither 0 nor a number above 0"),
     (lambda: check_number("n", float("nan")), "n: nan is not a number above 0"),
     (lambda: check_number("n", 1.5, maximum=1, or_zero=True), "n: 1.5 is neither 0 nor a number above 0 and up to 1"),
+    (lambda: read_bytes("n", "2 GB free"), "n: '2 GB free' is not a number of bytes, such as 2_000_000_000 or 2GiB"),
+    (lambda: read_bytes("n", "0.5B"), "n: '0.5B' is not a number of bytes"),
+    (lambda: read_bytes("n", True), "n: True is not a number of bytes"),
     (lambda: check_flag("n", 1), "n: 1 is neither true nor false"),
     (lambda: check_list("n", "ab"), "n: 'ab' is not a list, such as [a,b]"),
     (lambda: check_list("n", [], or_empty=False), "n: is empty"),
@@ -42,6 +46,11 @@ _REFUSED: list[tuple[Callable[[], object], str]] = [
 def test_bad_values_are_refused_by_field(check: Callable[[], object], message: str) -> None:
     with pytest.raises(InputError, match=f"^{re.escape(message)}"):
         check()
+
+
+def test_sizes_are_read_in_decimal_and_in_binary_units() -> None:
+    sizes = {512: 512, "512 B": 512, "1.5KB": 1500, "2GiB": 2 * 2**30, "3 MB": 3_000_000, "4TiB": 4 * 2**40}
+    assert {given: read_bytes("n", given) for given in sizes} == sizes
 
 
 def test_folders_are_refused_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import shlex
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ def test_methods_are_left_out_in_one_line(tiny_target: Target, capsys: pytest.Ca
     assert supported_space(space, backend).available_methods == ("none", "prompt_lookup")
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("space.methods: left out for backend=server: token_recycling ")
+    with pytest.raises(InputError, match=r"^space\.memory: has no effect on backend=server"):
+        supported_space(replace(space, memory="2GiB"), backend)
     with pytest.raises(InputError, match=r"^space\.methods: backend=server"):
         supported_space(SearchSpace(tiny_target.layers, methods=["none", "lookahead"]), backend)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from layerskip import PromptSet, Sampling, Target, UnsupportedModel, generate, load_target
-from layerskip.measure.measure import Task
+from layerskip.measure.measure import Decoder, Task
 from searches.app.checks import InputError
 from searches.app.composition import compose_config
 from searches.benchmark.contenders import build_contenders
@@ -50,6 +50,18 @@ def test_a_draft_model_that_transformers_refuses_is_left_out(tmp_path: Path, cap
     assert "cross_tokenizer" in contenders
     assert "transformers_universal" not in contenders.keys() | set(rivals.values())
     assert "peers.transformers_universal: left out: draft_model: " in capsys.readouterr().out
+
+
+def test_a_row_may_have_another_dtype(tmp_path: Path) -> None:
+    config = compose_config("benchmark", [*LEFT_OUT, "+contenders.half={method:none,dtype:bfloat16}"])
+    target = _target(tmp_path)
+    decoders, *_ = build_contenders(config, target, PromptSet.of(["one"]), Sampling(), contextlib.ExitStack())
+    half = decoders["half"]
+    assert isinstance(half, Decoder) and (half.target.name, half.target.dtype) == (target.name, "bfloat16")
+    assert all(each.target is target for name, each in decoders.items() if name != "half")
+    config = compose_config("benchmark", [*LEFT_OUT, "+contenders.half={method:none,dtype:int2}"])
+    with pytest.raises(InputError, match=r"^contenders\.half\.dtype: 'int2' is not one of "):
+        build_contenders(config, target, PromptSet.of(["one"]), Sampling(), contextlib.ExitStack())
 
 
 def test_a_row_without_its_rival_is_refused(tmp_path: Path) -> None:

@@ -195,6 +195,16 @@ def test_proposed_plans_are_close_to_the_best_of_all_plans(seed: int) -> None:
     assert found[0].speedup >= uniform
     assert not propose_plans(replace(predictor, profile=replace(profile, shares={})), space, ProposalSettings())
 
+    def copies(plans: Sequence[DraftPlan]) -> dict[str, int]:
+        return {name: BITS[name] * sum(plan.bits.count(BITS[name]) for plan in plans) for name in ("int8", "int4")}
+
+    limited, predictor.screened = replace(space, copies_bytes=copies, memory=40), []  # all at 8 bits take 56
+    found = propose_plans(predictor, limited, ProposalSettings(scanned=12))
+    within = [plan for plan in every if sum(copies([plan]).values()) <= 40]
+    assert set(predictor.screened) <= set(within)
+    assert max(map(predictor.expected, within)) * 0.9 <= found[0].speedup
+    assert not propose_plans(predictor, replace(limited, memory=20), ProposalSettings())
+
 
 def test_a_long_run_is_found_if_short_ones_do_not_pay_off() -> None:
     """Only the run of layers 9 to 19 loses little, as measured on a model of 28 layers."""

@@ -11,6 +11,7 @@ import pytest
 from layerskip import DraftPlan, StopRule, Target
 from layerskip import SpeculativeConfig as Config
 from layerskip.config import Costs, methods
+from layerskip.draft_plan import NAMES
 from searches.app.checks import InputError
 from searches.space.search_space import SearchSpace
 from searches.study.cascade_costs import draft_cost, verify_cost
@@ -79,6 +80,26 @@ def test_plans_are_chosen_by_sublayer(weights: str) -> None:
     assert len({plan for plan in found if plan.formats == {4}}) > 10
     assert {bits for plan in found for bits in plan.bits} == {0, 4}
     assert not any(plan.attention[layer] or plan.mlp[layer] for plan in found for layer in (0, 1, 10, 11))
+
+
+def test_drafts_are_limited_to_the_memory_for_their_copies() -> None:
+    def copies(plans: Sequence[DraftPlan]) -> dict[str, int]:
+        return {NAMES[bits]: bits * sum(plan.bits.count(bits) for plan in plans) for bits in (8, 4)}
+
+    space = replace(SPACE, plans=True, copies_bytes=copies, memory="0.16KB")  # all at 8 bits take 200
+    assert [config.value("weights") for config in space.starts("quantized")] == ["int4"] * 2
+    assert len(SPACE.starts("quantized")) == 3
+    small, large = (Config.of("quantized", {"weights": weights}) for weights in ("int4;head=int8", "int8;mlp:0-3=keep"))
+    lookup = Config("prompt_lookup", 3, prompt_lookup_max=3)
+    for config in (small, Config("cascade", members=(lookup, small))):
+        assert space.allows(config)
+    for config in (large, Config("cascade", members=(lookup, large))):
+        assert not space.allows(config)
+        over = "copies of weights take 168 bytes, and space.memory is 160"
+        assert space.over_memory(config.plans(12)) == over
+        assert replace(space, memory=None).allows(config)
+    with pytest.raises(InputError, match=r"^space\.memory: 'much' is not a number of bytes"):
+        replace(SPACE, memory="much")
 
 
 def test_windows_are_searched_in_long_contexts_only() -> None:

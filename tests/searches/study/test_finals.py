@@ -164,6 +164,10 @@ def test_plain_decoding_wins_if_nothing_is_faster() -> None:
     assert report.verdict(finals).startswith("No drafting wins") and report.verdict(finals) in text
     assert f"The fastest finalist, {FAST.label()}:\nBy category: default 0.90 (0.90 to 0.90).\n" in text
     assert "Its speedup was 0.95 in the search and 0.90 on held-out prompts." in text
+    assert "copies of weights" not in text
+    held_out = finals.finalists[0].held_out | {"copies_bytes": 76_400_000}
+    text = report.summary(study, replace(finals, finalists=(replace(finals.finalists[0], held_out=held_out),)))
+    assert "Its draft reads copies of weights of 76 MB.\n" in text
 
 
 def test_finals_without_time_measure_one_block_and_resume_with_the_same_rows(tmp_path: Path) -> None:

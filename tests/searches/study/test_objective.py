@@ -19,6 +19,7 @@ from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.models.target import NotFinite
 from searches.app.application import explain
 from searches.backends.layerskip import LayerskipBackend
+from searches.report.markdown import summary
 from searches.space.search_space import SearchSpace
 from searches.study.bench import BASELINE, ModelBench
 from searches.study.finals import Finalist, Finals, RunControl, measure_held_out
@@ -55,6 +56,19 @@ def test_running_out_of_memory_is_a_result(tiny_target: Target, monkeypatch: pyt
     assert failed.constraints["out_of_memory"] > 0
     assert good.state == TrialState.COMPLETE
     assert good.constraints["out_of_memory"] <= 0
+
+
+@pytest.mark.parametrize("memory", [49, 50])
+def test_a_draft_whose_copies_do_not_fit_is_refused(memory: int, tiny_target: Target) -> None:
+    study, objective = _study(tiny_target, SpeculativeConfig("quantized"), SpeculativeConfig())
+    objective.space = replace(objective.space, memory=memory, copies_bytes=lambda _: {"int4": 50})
+    objective.bench = Mock(objective.bench, wraps=objective.bench, exact=True)
+    run_trials(study, objective, StudySettings(n_trials=1))
+    (refused,) = finished(study)
+    over = "out of memory: copies of weights take 50 bytes, and space.memory is 49"
+    assert (refused.user_attrs["reason"] == over) == (memory == 49) == (not objective.bench.compare.called)
+    assert refused.constraints["out_of_memory"] > 0
+    assert memory != 49 or "1 not run (1 out of memory)" in summary(study, None)
 
 
 def test_a_defect_is_raised_and_is_no_finished_trial(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
