@@ -112,6 +112,10 @@ class Cell:
         """Whether no more outputs changed than those of plain decoding do by themselves."""
         return self.differing <= (self.noise or 0)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values, with the interval as ``speedup_low`` and ``speedup_high``."""
+        return asdict(self) | dict(zip(("speedup", "speedup_low", "speedup_high"), self.speedup, strict=True))
+
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, Any]], loads: Loads, concurrency: int, length: int) -> Cell:
         """Judge the rows of a comparison."""
@@ -388,8 +392,8 @@ def schedule(config: DictConfig) -> Confirmed:
             "config": drafter.to_dict(),
             "backend": backend.describe(),
             "prompts": {"name": prompts.name, "count": len(halves[1]), "digest": halves[1].digest},
-            "tune": [asdict(cell) for cell in cells],
-            "held_out": {name: [asdict(cell) for cell in row] for name, row in found.cells.items()},
+            "tune": [cell.to_dict() for cell in cells],
+            "held_out": {name: _by_load(row) for name, row in found.cells.items()},
             "lengths": found.lengths,
             "ranges": found.ranges,
         }
@@ -428,10 +432,20 @@ def _export(found: Confirmed, search: Search, target: Target, prompts: PromptSet
     cells = {cell.concurrency: cell for cell in found.cells.get(_SCHEDULE, ())}
     evidence: dict[str, Any] = {"prompts_digest": prompts.digest, "max_new_tokens": search.max_new_tokens}
     if drafting:
-        evidence |= cells[drafting[0]].metrics
-        evidence |= dict(zip(("speedup", "speedup_low", "speedup_high"), cells[drafting[0]].speedup, strict=True))
+        cell = cells[drafting[0]].to_dict()
+        evidence |= cell["metrics"] | {name: cell[name] for name in ("speedup", "speedup_low", "speedup_high")}
     where = environment(target) | described(backend, search.loads.workload(min(drafting, default=1)))
     return Export(target.describe(), config, Sampling(), evidence, where, {"schedule": found.ranges})
+
+
+def _by_load(row: Sequence[Cell]) -> dict[str, Any]:
+    """Return the cells of a contender as a row of a record."""
+    return {f"at_{cell.concurrency}": cell.to_dict() for cell in row} | {"geometric_mean": _geometric_mean(row)}
+
+
+def _geometric_mean(row: Sequence[Cell]) -> float:
+    """Return the speedup over all numbers of requests, each of which counts alike."""
+    return math.exp(statistics.fmean(math.log(cell.speedup[0]) for cell in row))
 
 
 def _interval(cell: Cell) -> str:
@@ -445,9 +459,8 @@ def report(found: Confirmed, cells: Sequence[Cell], loads: Loads, record: Mappin
     lines = [f"num_speculative_tokens by requests in flight: {'; '.join(shares)}", "", f"goal: {loads.goal}", ""]
     by_contender: list[Row] = []
     for name, row in found.cells.items():
-        whole = math.exp(statistics.fmean(math.log(cell.speedup[0]) for cell in row))
         shown = {f"{cell.concurrency} in flight": _interval(cell) for cell in row}
-        by_contender.append({"held-out prompts": name} | shown | {"geometric mean": f"{whole:.2f}"})
+        by_contender.append({"held-out prompts": name} | shown | {"geometric mean": f"{_geometric_mean(row):.2f}"})
     by_contender.append({"held-out prompts": "off"} | {f"{at} in flight": "1.00" for at in loads.concurrency})
     by_contender[-1]["geometric mean"] = "1.00"
     requests: list[Row] = []

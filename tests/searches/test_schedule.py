@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -192,7 +193,7 @@ def test_the_program_exports_a_schedule_that_an_engine_follows(tiny_folder: Path
     record = json.loads((folder / "schedule.json").read_text(encoding="utf-8"))
     assert record["lengths"] == {"1": 4, "4": 0}
     assert "num_speculative_tokens by requests in flight: 1 to 2: 4; from 3: off" in done.stdout
-    scheduled = {cell["concurrency"]: cell for cell in record["held_out"]["schedule"]}
+    scheduled = {at: record["held_out"]["schedule"][f"at_{at}"] for at in (1, 4)}
     # With four in flight, the first and the last requests begin with fewer beside them.
     assert scheduled[1]["mean_acceptance_length"] > 2 > 1.5 > scheduled[4]["mean_acceptance_length"]
     export = json.loads((folder / "best.json").read_text(encoding="utf-8"))
@@ -204,9 +205,11 @@ def test_the_program_exports_a_schedule_that_an_engine_follows(tiny_folder: Path
     client = MlflowClient(f"sqlite:///{tmp_path}/outputs/mlflow.db")
     (run,) = client.search_runs([each.experiment_id for each in client.search_experiments()], "tags.role = 'schedule'")
     history = client.get_metric_history(run.info.run_id, "held_out_schedule_speedup")
-    assert {point.step: point.value for point in history} == {
-        cell["concurrency"]: pytest.approx(cell["speedup"][0]) for cell in record["held_out"]["schedule"]
-    }
+    speedups = {at: pytest.approx(cell["speedup"]) for at, cell in scheduled.items()}
+    assert {point.step: point.value for point in history} == speedups
+    assert record["held_out"]["schedule"]["geometric_mean"] == pytest.approx(
+        math.sqrt(scheduled[1]["speedup"] * scheduled[4]["speedup"])
+    )
     verified = launch("verify", str(folder / "best.json"), *options[2:4], *options[5:7], cwd=tmp_path)
     assert "speedup" in verified.stdout, verified.stderr
 
