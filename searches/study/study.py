@@ -60,8 +60,8 @@ class StudySettings:
         storage: URL of a database, which several processes may use at the same time; None: SQLite in the study's folder.
         max_seconds: seconds of the whole search, interrupted runs included. Each stage ends at its share, and says what it
             left out; None sets no limit.
-        expected_tokens: tokens that will be decoded with the export. The trials end once another one is expected to take
-            longer than it saves of their time; None: no such end.
+        expected_tokens: tokens that the export will decode: the trials end once another one is expected to take longer than
+            it saves on them; None: no such end.
         workers: number of worker processes to start, ``auto`` for one per visible GPU; None for this process alone.
         threads: threads of the processor; None: chosen by a short measurement, unless ``OMP_NUM_THREADS`` sets them.
     """
@@ -210,7 +210,7 @@ def run_trials(
             on_trial(done)
         return True
 
-    while not (reason := _why_not_another(study, settings, starts, seconds_left())) and run():
+    while not (reason := _why_ended(study, settings, starts, seconds_left())) and run():
         pass
     if reason:
         with pool.claim(_TURN):
@@ -241,7 +241,7 @@ def wait_for_trials(study: optuna.Study, pool: Workers) -> None:
     pool.wait(is_idle)
 
 
-def _why_not_another(
+def _why_ended(
     study: optuna.Study, settings: StudySettings, starts: Sequence[SpeculativeConfig], seconds: float
 ) -> str:
     """Return until when trials ran, if another would take longer than there is or than it saves; empty if it may begin.
