@@ -241,9 +241,7 @@ def wait_for_trials(study: optuna.Study, pool: Workers) -> None:
     pool.wait(is_idle)
 
 
-def _why_ended(
-    study: optuna.Study, settings: StudySettings, starts: Sequence[SpeculativeConfig], seconds: float
-) -> str:
+def _why_ended(study: optuna.Study, settings: StudySettings, starts: Sequence[SpeculativeConfig], seconds: float) -> str:
     """Return until when trials ran, if another would take longer than there is or than it saves; empty if it may begin.
 
     The mean of the trials that were measured apart tells how long one takes. The first few run in any case.
