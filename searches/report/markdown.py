@@ -23,9 +23,9 @@ from searches.report.tables import (
 )
 from searches.study.budget import left_out, preparation_seconds, recorded_seconds
 from searches.study.finals import Finalist, Finals, measured_prompts
-from searches.study.objective import OUT_OF_MEMORY
+from searches.study.objective import OUT_OF_MEMORY, OVERHEAD_SECONDS
 from searches.study.pruning import CANNOT_WIN
-from searches.study.study import OVERHEAD_SECONDS, finished
+from searches.study.study import finished
 from searches.tracking.names import DRIFTED, ENGINE_FAILED, METRICS, STARTUP_SECONDS, WORKER
 
 

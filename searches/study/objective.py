@@ -30,6 +30,8 @@ from searches.tracking.names import DRIFTED, ENGINE_FAILED, ENGINE_LOG, METRICS,
 
 MEASURING_SECONDS = "measuring_seconds"
 """User attribute: a trial's seconds of decoding, without those of fitting, timing and prediction."""
+OVERHEAD_SECONDS = "between_seconds"
+"""User attribute: seconds of Optuna, MLflow and Hydra between a trial and the one before."""
 OUT_OF_MEMORY = "out of memory"
 Refusal = Callable[[optuna.Trial, SpeculativeConfig], None]
 

@@ -191,6 +191,7 @@ def describe(config: DictConfig, target: Target, prompts: PromptSet, backend: Ba
         parts |= {"backend": {"name": engine.name, **engine.describe()}, "workload": _plain(config.get("workload"))}
     flat = {key: value for key, value in flatten(parts).items() if not key.endswith("_target_")}
     flat.pop("target.pack_weights", None)  # what came of it counts
+    flat.pop("sampler.registry_root", None)  # where the sampler lies
     if uses_packing(target.model):
         flat["target.packed_weights"] = True
     flat |= {"sampler": config.sampler._target_.rpartition(".")[2], "pruner": config.pruner._target_.rpartition(".")[2]}

@@ -31,12 +31,11 @@ from searches.app.interrupt import defer_interrupt
 from searches.connections import RetryingStorage
 from searches.space.search_space import SearchSpace
 from searches.study.leaderboard import FINISHED, leaderboard
-from searches.study.objective import MEASURING_SECONDS, Objective
+from searches.study.objective import MEASURING_SECONDS, OVERHEAD_SECONDS, Objective
+from searches.study.termination import why_not_another
 from searches.tracking.names import RETRY_OF
 from searches.workers.pool import ALONE, Workers
 
-OVERHEAD_SECONDS = "between_seconds"
-"""User attribute of a trial: seconds of Optuna, MLflow and Hydra since the end of the trial before."""
 SETTINGS = "settings"
 STUDY_ID = "id"
 """User attribute: the identifier of a study, which differs from that of another study of the same name."""
@@ -61,6 +60,8 @@ class StudySettings:
         storage: URL of a database, which several processes may use at the same time; None: SQLite in the study's folder.
         max_seconds: seconds of the whole search, interrupted runs included. Each stage ends at its share, and says what it
             left out; None sets no limit.
+        expected_tokens: tokens that the export will decode: the trials end once another one is expected to take longer than
+            it saves on them; None: no such end.
         workers: number of worker processes to start, ``auto`` for one per visible GPU; None for this process alone.
         threads: threads of the processor; None: chosen by a short measurement, unless ``OMP_NUM_THREADS`` sets them.
     """
@@ -69,6 +70,7 @@ class StudySettings:
     n_trials: int = 32
     storage: str | None = None
     max_seconds: float | None = None
+    expected_tokens: int | None = None
     workers: int | str | None = None
     threads: int | None = None
 
@@ -76,8 +78,9 @@ class StudySettings:
         check_whole("study.n_trials", self.n_trials)
         if self.max_seconds is not None:
             check_number("study.max_seconds", self.max_seconds, or_zero=True)
-        if self.threads is not None:
-            check_whole("study.threads", self.threads)
+        for field in ("threads", "expected_tokens"):
+            if getattr(self, field) is not None:
+                check_whole(f"study.{field}", getattr(self, field))
         if self.workers not in (None, "auto"):
             check_whole("study.workers", self.workers)
         for field in ("name", "storage"):
@@ -142,8 +145,11 @@ def run_trials(
     starts: Sequence[SpeculativeConfig] = (),
     pool: Workers = ALONE,
     seconds_left: Callable[[], float] = lambda: math.inf,
-) -> None:
+) -> str:
     """Run trials until the study has enough finished ones; an interrupted one is marked as failed, and repeated later.
+
+    Returns:
+        Until when they ran, if that was not until there were enough; empty also if another worker found it.
 
     Args:
         on_trial: called after each finished trial.
@@ -204,11 +210,12 @@ def run_trials(
             on_trial(done)
         return True
 
-    while (has_time := _has_time(study, seconds_left())) and run():
+    while not (reason := _why_ended(study, settings, starts, seconds_left())) and run():
         pass
-    if not has_time:
+    if reason:
         with pool.claim(_TURN):
             pool.close()
+    return reason
 
 
 def _places(study: optuna.Study, pool: Workers, wanted: int) -> int | None:
@@ -234,11 +241,18 @@ def wait_for_trials(study: optuna.Study, pool: Workers) -> None:
     pool.wait(is_idle)
 
 
-def _has_time(study: optuna.Study, seconds: float) -> bool:
-    """Return whether a trial takes less, by the mean of those that were measured apart; the first few run in any case."""
+def _why_ended(study: optuna.Study, settings: StudySettings, starts: Sequence[SpeculativeConfig], seconds: float) -> str:
+    """Return until when trials ran, if another would take longer than there is or than it saves; empty if it may begin.
+
+    The mean of the trials that were measured apart tells how long one takes. The first few run in any case.
+    """
     trials = finished(study)
     measured = [trial.user_attrs[MEASURING_SECONDS] for trial in trials if MEASURING_SECONDS in trial.user_attrs]
-    return len(trials) < _MIN_TRIALS or seconds > (statistics.fmean(measured) if measured else 0.0)
+    if len(trials) >= _MIN_TRIALS and seconds <= (statistics.fmean(measured) if measured else 0.0):
+        return "in the budget"
+    if settings.expected_tokens is None or len(trials) >= settings.n_trials:
+        return ""
+    return why_not_another(study, settings.expected_tokens, starts)
 
 
 class _Duplicate(Exception):

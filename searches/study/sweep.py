@@ -215,9 +215,9 @@ class Sweep:
         self.budget.begin(TRIALS)
         wanted = self.plan.settings.n_trials
         objective = self._objective(None if predictor is None else BoundEstimator(predictor))
-        self._run_trials(objective, wanted, starts, partial(self.budget.left, TRIALS))
-        if (done := len(finished(self.study))) < wanted:
-            self.budget.leave_out(TRIALS, f"{done} of {wanted} ran in the budget")
+        until = self._run_trials(objective, wanted, starts, partial(self.budget.left, TRIALS))
+        if until and (done := len(finished(self.study))) < wanted:
+            self.budget.leave_out(TRIALS, f"{done} of {wanted} ran {until}")
 
     def _objective(self, bounds: BoundEstimator | None) -> Objective:
         plan, refresh = self.plan, self.view.refresh
@@ -229,8 +229,8 @@ class Sweep:
         wanted: int,
         starts: Sequence[SpeculativeConfig],
         seconds_left: Callable[[], float] = lambda: math.inf,
-    ) -> None:
-        """Run trials until the study has a number of finished ones."""
+    ) -> str:
+        """Run trials until the study has a number of finished ones; return until when, if there are fewer."""
         study, settings = self.study, replace(self.plan.settings, n_trials=wanted)
         with self.progress.counting(wanted, "trials", len(finished(study))) as count:
 
@@ -243,7 +243,7 @@ class Sweep:
                 self.progress.step(trial_line(trial))
                 self.budget.save()
 
-            run_trials(study, objective, settings, on_trial, starts, self.pool, seconds_left)
+            return run_trials(study, objective, settings, on_trial, starts, self.pool, seconds_left)
 
     def _export_leader(self) -> None:
         """Export the leader provisionally, and name it in the progress."""

@@ -170,11 +170,18 @@ class Tracker:
         monitor: Any = SystemMetricsMonitor(  # type: ignore[no-untyped-call]
             self.run_id, _WATCH_SECONDS, resume_logging=True, node_id=worker, tracking_uri=self.uri
         )
+
+        def stop() -> None:
+            monitor.finish()
+            with contextlib.suppress(Exception):  # of the store
+                monitor.publish_metrics(monitor.aggregate_metrics())  # all that a short program has
+                monitor.mlflow_logger.flush()
+
         monitor.start()
         try:
             yield
         finally:
-            stopping = threading.Thread(target=monitor.finish, daemon=True)  # which waits for a store that hangs
+            stopping = threading.Thread(target=stop, daemon=True)  # a store that hangs must not keep the program
             stopping.start()
             stopping.join(_STOP_SECONDS)
 

@@ -197,6 +197,20 @@ def test_a_budget_that_is_spent_ends_with_a_confirmed_export_and_what_was_left_o
     assert stored_study(folder.parent, "it").trials == before
 
 
+def test_trials_end_once_another_one_would_cost_more_than_it_saves(
+    tiny_folder: Path, tmp_path: Path, launch: Launch
+) -> None:
+    folder = tracked(tmp_path / "outputs") / "it"
+    few = "space.methods=[none,prompt_lookup]", "study.n_trials=200", "study.expected_tokens=1", "study.name=it"
+    ended = launch("layerskip", *quick(tiny_folder, folder.parent, *few), cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    (line,) = (line for line in ended.stdout.splitlines() if line.startswith("trials: "))
+    trials = len(stored_study(folder.parent, "it").trials)
+    assert line.startswith(f"trials: {trials} of 200 ran until another one was expected to take ")
+    assert line.endswith(" s, and to save 0.0 s of 1 tokens") and trials < 50
+    assert line.removeprefix("trials: ") in (folder / "report.md").read_text(encoding="utf-8")
+
+
 def test_a_study_stays_in_a_folder_of_any_name_also_after_it_was_moved(
     tiny_folder: Path, tmp_path: Path, launch: Launch
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sqlite3
 import subprocess
 import sys
@@ -15,13 +14,12 @@ from typing import Any
 from unittest.mock import ANY
 
 import pytest
-import requests
 import sqlalchemy
 from mlflow.tracking import MlflowClient
 from sqlalchemy import event
 
 from searches.app.checks import InputError
-from searches.backends.engine_process import EngineProcess, free_port
+from searches.backends.engine_process import free_port
 from searches.connections import sqlite_url
 from searches.study import study
 from searches.tracking import store
@@ -30,6 +28,7 @@ from searches.tracking.tracker import Tracker
 from tests.disk import fill
 from tests.searches.conftest import Launch
 from tests.searches.programs import quick, runs, sqlite, tracked
+from tests.searches.tracking.server import served
 from tests.searches.tracking.studies import compared_study
 
 pytestmark = pytest.mark.system
@@ -199,36 +198,15 @@ def test_a_store_that_hangs_costs_little_time(monkeypatch: pytest.MonkeyPatch, c
     assert "***" in printed and "secret" not in printed
 
 
-@contextlib.contextmanager
-def _served(folder: Path, port: int) -> Iterator[str]:
-    """Serve the store of a folder by MLflow, with artifacts in ``served``, and yield the URL; the end kills the server."""
-    url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += ["--backend-store-uri", sqlite(folder), "--artifacts-destination", str(folder / "served")]
-    alone = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # no processes for jobs that runs do not need
-
-    def ready() -> bool:
-        with contextlib.suppress(requests.RequestException):
-            return requests.get(f"{url}/health", timeout=1).ok
-        return False
-
-    server = EngineProcess(command, alone, "MLflow", grace_seconds=0.0)
-    server.wait_until(ready, 120)
-    try:
-        yield url
-    finally:
-        server.stop()
-
-
 def test_a_server_that_fails_and_is_killed_is_completed_when_it_is_back(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    port, served = free_port(), tmp_path / "served"
-    with _served(tmp_path, port) as url:
+    port, artifacts = free_port(), tmp_path / "served"
+    with served(tmp_path, port) as url:
         tracker = _open(tmp_path, url)
         tracker.record(TRIALS[0])
-        served.rename(tmp_path / "away")
-        served.touch()  # artifacts cannot be written: the server answers 500
+        artifacts.rename(tmp_path / "away")
+        artifacts.touch()  # artifacts cannot be written: the server answers 500
         tracker.record(TRIALS[1])
         assert len(runs(sqlite(tmp_path), "trial")) == 2
     tracker.record(TRIALS[2])
@@ -237,9 +215,9 @@ def test_a_server_that_fails_and_is_killed_is_completed_when_it_is_back(
     _finish(tracker, file)
     (printed,) = capsys.readouterr().out.splitlines()
     assert printed.startswith(f"{LOST} {url}: ") and "500" in printed
-    served.unlink()
-    (tmp_path / "away").rename(served)
-    with _served(tmp_path, port):
+    artifacts.unlink()
+    (tmp_path / "away").rename(artifacts)
+    with served(tmp_path, port):
         _finish(_open(tmp_path, url), file)
         _check_complete(url)
 

@@ -129,8 +129,11 @@ def test_the_run_of_a_study_tells_how_it_ended(
     assert study.info.status == status
 
 
-def test_the_use_of_the_machine_is_logged(tracker: Tracker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("searches.tracking.tracker._WATCH_SECONDS", 0.05)
+@pytest.mark.parametrize("seconds", [0.05, 30.0])
+def test_the_use_of_the_machine_is_logged_also_by_a_short_program(
+    seconds: float, tracker: Tracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("searches.tracking.tracker._WATCH_SECONDS", seconds)
     with tracker.closing():
         time.sleep(0.5)
     (study,) = runs(tracker.uri, "study")
