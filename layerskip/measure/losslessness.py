@@ -9,7 +9,7 @@ not, the output was changed and the measurement fails its check.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,10 +42,6 @@ class Divergence:
         """True if rounding explains the difference."""
         return self.margin <= self.tolerance and self.tolerance > 0
 
-    def near_tie_in(self, dtype: torch.dtype) -> bool:
-        """Return whether the rounding of another decoder, which computes in ``dtype``, explains the difference."""
-        return self.margin <= NEAR_TIE_ULPS * torch.finfo(dtype).eps * self.largest_logit
-
 
 @dataclass(frozen=True)
 class Losslessness:
@@ -61,6 +57,12 @@ class Losslessness:
         if not (self.compared and self.divergences):
             return "exact" if self.compared else "unchecked"
         return "near_tie" if all(d.near_tie for d in self.divergences) else "different"
+
+    def judged_in(self, dtype: torch.dtype) -> Losslessness:
+        """Return the comparison with a decoder that computes in another data type, whose rounding decides near-ties."""
+        steps = NEAR_TIE_ULPS * torch.finfo(dtype).eps
+        judged = (replace(each, tolerance=steps * each.largest_logit) for each in self.divergences)
+        return replace(self, divergences=tuple(judged))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for exports and logs; ``tolerance`` is that of the divergence with the largest margin."""

@@ -22,10 +22,12 @@ from tqdm import tqdm
 from layerskip import Measurement, PromptSet, Sampling, SpeculativeConfig, Target
 from layerskip.costs.timing import seconds_of
 from layerskip.files import write_json
-from layerskip.measure.measure import Task, interleave
+from layerskip.measure.measure import Contender, Task, interleave
 from layerskip.measure.measurement import Sample, check_output
+from layerskip.models.loading import DTYPES
 from searches.app.checks import check_seed
 from searches.benchmark.contenders import BASELINE, build_contenders, check_rows, fill_defaults
+from searches.benchmark.peers import Peer
 from searches.engines.peer import EnginePeer
 from searches.report.tables import Row, as_markdown, category_speedup, conditions, empty_note, speedup_cells
 from searches.results import record_header
@@ -64,7 +66,7 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
         "repeats": repeats,
         "prompts": {"name": prompts.name, "count": len(prompts), "digest": prompts.digest},
         "configs": {name: drafting.to_dict() for name, drafting in configs.items()},
-        "results": {name: _result(rows, name, rivals.get(name), configs) for name in decoders},
+        "results": {name: _result(rows, name, rivals.get(name), configs, each) for name, each in decoders.items()},
         "read_gigabytes_per_second": reads,
         "engines": {peer.engine: peer.version for peer in engines.values()},
         "engine_precision": {name: peer.precision for name, peer in engines.items()},
@@ -87,10 +89,21 @@ def _read_gigabytes_per_second(device: torch.device) -> float | None:
 
 
 def _result(
-    rows: list[Mapping[str, Sample]], name: str, rival: str | None, configs: Mapping[str, SpeculativeConfig]
+    rows: list[Mapping[str, Sample]],
+    name: str,
+    rival: str | None,
+    configs: Mapping[str, SpeculativeConfig],
+    contender: Contender,
 ) -> dict[str, Any]:
-    """Return the metrics of a contender, its speedup over a rival, and over members that are contenders themselves."""
-    result = Measurement.of(rows, BASELINE, name).to_dict()
+    """Return the metrics of a contender, its speedup over a rival, and over members that are contenders themselves.
+
+    Outputs of peers are compared by the rounding of the data type in which they compute.
+    """
+    measured = Measurement.of(rows, BASELINE, name)
+    result = measured.to_dict()
+    if isinstance(contender, (Peer, EnginePeer)):
+        dtype = DTYPES[contender.dtype or contender.target.dtype]
+        result["losslessness"] = measured.lossless.judged_in(dtype).to_dict()
     result["end_to_end_tokens_per_second"] = result["tokens"] / (result["prefill_seconds"] + result["decode_seconds"])
     if rival is not None:
         result["rival"] = {"name": rival} | _ratio(Measurement.of(rows, rival, name))

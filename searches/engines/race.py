@@ -219,10 +219,10 @@ def _judged(
 def _reference(rows: Sequence[Mapping[str, Sample]], name: str, peer: EnginePeer | None) -> dict[str, int]:
     """Return the comparison of a contender's outputs with those of our plain decoding."""
     lossless = Measurement.of(rows, PLAIN, name).lossless
-    differing = lossless.divergences
-    ties = [each.near_tie if peer is None else each.near_tie_in(DTYPES[str(peer.dtype)]) for each in differing]
-    counts = {"compared": lossless.compared, "same": lossless.compared - len(differing)}
-    return counts | {"near_ties": sum(ties), "changed": len(differing) - sum(ties)}
+    lossless = lossless if peer is None else lossless.judged_in(DTYPES[str(peer.dtype)])
+    different, ties = len(lossless.divergences), sum(each.near_tie for each in lossless.divergences)
+    counts = {"compared": lossless.compared, "same": lossless.compared - different}
+    return counts | {"near_ties": ties, "changed": different - ties}
 
 
 def _is_same_model(reference: Mapping[str, int]) -> bool:

@@ -105,6 +105,7 @@ def test_results_of_several_measurements_join() -> None:
 
 
 def test_a_near_tie_of_another_decoder_is_judged_by_its_own_rounding() -> None:
-    tie = Divergence("a", 3, 0.3, 0.0, largest_logit=16.0)  # four steps of bfloat16 at 16 are 0.5
-    assert tie.near_tie_in(torch.bfloat16) and not tie.near_tie_in(torch.float16) and not tie.near_tie
-    assert not Divergence("a", 3, 0.6, 0.0, largest_logit=16.0).near_tie_in(torch.bfloat16)
+    tie = Losslessness(2, (Divergence("a", 3, 0.3, 0.0, largest_logit=16.0),))  # four steps of bfloat16 at 16 are 0.5
+    verdicts = [tie.judged_in(dtype).verdict for dtype in (torch.bfloat16, torch.float16)]
+    assert (tie.verdict, *verdicts) == ("different", "near_tie", "different")
+    assert tie.judged_in(torch.bfloat16).to_dict()["tolerance"] == 0.5
