@@ -1,7 +1,8 @@
 """A server that answers prompts with one configuration, with the rounds that each answer took, and its metrics.
 
-Rounds follow from the counters that vLLM 0.32 publishes under ``/metrics`` (``vllm/v1/spec_decode/metrics.py``). They do not
-count a step in which a request has no draft; such steps follow from the number of tokens.
+Rounds follow from the counters that vLLM 0.32 publishes under ``/metrics`` (``vllm/v1/spec_decode/metrics.py``), and
+llama.cpp under the same names. They do not count a step in which a request has no draft; such steps follow from the number
+of tokens.
 
 Metrics: ``throughput`` is in tokens per second over all requests, ``ttft`` the seconds to the first token, ``tpot`` the
 seconds per token after it, at the median and the 95th percentile.
@@ -28,7 +29,7 @@ from searches.backends.client import Client, Completion, RequestFailed
 from searches.backends.engine_process import EngineProcess
 
 _LINE = re.compile(
-    r"^vllm:spec_decode_num_(drafts|draft_tokens|accepted_tokens_per_pos)_total"
+    r"^(?:vllm|llamacpp):spec_decode_num_(drafts|draft_tokens|accepted_tokens_per_pos)_total"
     r'(?:\{(?:.*position="(\d+)")?.*\})? ([\d.e+]+)',
     re.MULTILINE,
 )

@@ -2,8 +2,9 @@
 
 ``standin.py --port N [--speculative-config JSON] [--fault NAME]``. The new tokens of a prompt depend on the
 prompt alone. With a speculative configuration of ``num_speculative_tokens`` k, every draft has k tokens, of which the rounds
-accept 0, 1, ..., k, 0, 1, ... The counters under ``/metrics`` say so in vLLM's words. A schedule by number of requests sets
-k when a request begins. Every process writes its id to the folder of ``--folder``.
+accept 0, 1, ..., k, 0, 1, ... The counters under ``/metrics`` say so in vLLM's words, or each answer in those of llama.cpp
+(``--fault llama_cpp``, without counters). A schedule by number of requests sets k when a request begins. Log-probabilities
+of a prompt are of the planted tokens. Every process writes its id to the folder of ``--folder``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ FIRST, SPAN = 40, 60  # ids of the tokens that it writes
 FAULTS = (
     *("", "crash_at_start", "hang_at_start", "crash", "hang"),
     *("html", "not_json", "other_form", "no_tokens", "too_many", "wrong", "strict", "plain_text", "other_metrics"),
-    *("ends", "ends_uncounted", "no_text"),  # with its first token; with no token of its own; tokens without a text
+    *(
+        "ends",
+        "ends_uncounted",
+        "no_text",
+        "llama_cpp",
+    ),  # with its first token; with no token of its own; tokens without a text
 )
 
 GARBAGE = {"html": "<html>an error page</html>", "not_json": "data: {nonsense", "other_form": 'data: {"choices": 5}'}
@@ -83,7 +89,12 @@ class Standin(BaseHTTPRequestHandler):
             return
         pages = {"/v1/models": json.dumps({"data": [{"id": "standin"}]}), "/seen": json.dumps(self.seen)}
         own = counters([(self.drafted, accepted) for accepted in self.accepted])
-        pages["/metrics"] = own if self.options.fault != "other_metrics" else "other:requests_total 3.0"
+        pages["/metrics"] = own if self.drafted else "vllm:prompt_tokens_total 3.0"
+        if self.options.fault == "other_metrics":
+            pages["/metrics"] = "other:requests_total 3.0"
+        if self.options.fault == "llama_cpp":
+            pages.pop("/metrics")
+            pages["/slots"] = json.dumps([{"id": 0, "speculative": bool(self.drafted)}])
         pages["/max_in_flight"] = str(type(self).max_in_flight)
         self._answer(pages.get(self.path))
 
@@ -100,6 +111,9 @@ class Standin(BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/tokenize":
             self._answer(json.dumps({"tokens": [len(message["content"]) for message in asked["messages"]]}))
+            return
+        if asked.get("echo"):
+            self._answer(json.dumps({"choices": [{"logprobs": self._judged(asked["prompt"])}]}))
             return
         fault = self.options.fault if len(self.seen) >= self.options.after else ""
         if fault == "strict" and "return_token_ids" in asked:
@@ -118,6 +132,13 @@ class Standin(BaseHTTPRequestHandler):
             with self.lock:
                 method.in_flight -= 1
         self._send(["data: [DONE]"])  # only now, as the client may send the next request at once
+
+    def _judged(self, text: list[int]) -> dict[str, Any]:
+        """Return log-probabilities of a text that begins with a prompt that was asked before."""
+        prompt = next(each["prompt"] for each in self.seen if text[: len(each["prompt"])] == each["prompt"])
+        own = [*prompt, *planted(prompt, len(text) - len(prompt))]
+        read = [None, *(-0.25 if one == other else -7.0 for one, other in zip(text[1:], own[1:], strict=True))]
+        return {"token_logprobs": [*read, -0.25], "top_logprobs": [None, *({"likeliest": -0.25} for _ in text)]}
 
     def _send(self, lines: Iterable[str]) -> None:
         with contextlib.suppress(ConnectionError):
@@ -154,12 +175,15 @@ class Standin(BaseHTTPRequestHandler):
             choice: dict[str, Any] = {"index": 0, "text": "".join(f" {token}" for token in new)}
             if fault == "no_text":
                 choice["text"] = ""
-            elif asked.get("return_token_ids") and fault not in ("plain_text", "strict"):
+            elif asked.get("return_token_ids") and fault not in ("plain_text", "strict", "llama_cpp"):
                 choice["token_ids"] = new
             if fault != "no_tokens":
                 yield "data: " + json.dumps({"choices": [choice]})
             time.sleep(self.options.pause + self.options.crowded * (drafted > 0 and self.in_flight > 1))
-        yield "data: " + json.dumps({"choices": [], "usage": {"completion_tokens": 0 if fault == "no_tokens" else done}})
+        end: dict[str, Any] = {"choices": [], "usage": {"completion_tokens": 0 if fault == "no_tokens" else done}}
+        if fault == "llama_cpp":
+            end["timings"] = {"draft_n": drafted * len(accepted), "draft_n_accepted": sum(accepted)} if drafted else {}
+        yield "data: " + json.dumps(end)
 
     def _length(self, in_flight: int) -> int:
         """Return the draft length with so many requests, by the schedule if there is one."""

@@ -52,7 +52,7 @@ def test_a_server_gets_all_parameters_of_sampling_and_a_strict_one_those_that_ha
     [
         ("crash", "broke|the stream ended before the answer"),
         ("hang", "no answer within 0.3 seconds"),
-        ("", "no end of the answer within 0.3 seconds"),  # each piece comes in time
+        ("", "no answer within 0.3 seconds"),  # each piece comes in time
         ("html", "not a piece of an answer: '<html>an error page</html>'"),
         ("not_json", "not a piece of an answer: 'data: {nonsense'"),
         ("other_form", "not a piece of an answer"),
