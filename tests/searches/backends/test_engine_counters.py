@@ -37,6 +37,13 @@ def test_counters_of_several_engines_are_added_up() -> None:
     assert found == Counters(2, 5, (2, 1, 1))
 
 
+def test_llama_cpp_counts_under_the_same_names() -> None:
+    page = counters([(4, 3), (2, 0)]).replace("vllm:", "llamacpp:")
+    plain = "llamacpp:spec_decode_num_drafts_total 2\nllamacpp:spec_decode_num_draft_tokens_total 6"
+    assert Counters.parse(page) == Counters(2, 6, (1, 1, 1, 0))
+    assert Counters.parse(plain) == Counters(2, 6)  # it writes no labels
+
+
 def test_a_page_without_counters_is_not_taken_for_no_drafts() -> None:
     assert Counters.parse("vllm:prompt_tokens_total 3.0") is None
     assert Counters.parse(counters([])) == Counters()
