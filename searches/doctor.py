@@ -54,6 +54,7 @@ _LOSSY = {
 _LENGTH = {"llama_cpp": "a draft length (--spec-draft-n-max, or --spec-ngram-simple-size-m)"}
 _ANY = {"name": "any", "dtype": "float32", "layers": 1}
 """A target in the fields of an export, for options that do not depend on it."""
+_SCHEDULE = " With fewer requests they may pay: python -m searches.schedule finds the draft length for each number of them."
 _OFF = "Drafts cost more than they save at this load: leave speculation off, or try a drafter that is accepted more."
 
 
@@ -221,7 +222,8 @@ def doctor(config: DictConfig) -> None:
     try:
         found = examine(servers, prompts.take(config.max_prompts), task, config.concurrency)
     except RequestFailed as error:  # it names the address
-        raise InputError(f"url or plain: {error}") from None
+        late = time.monotonic() >= deadline
+        raise InputError(f"{'max_seconds: too few for a prompt' if late else 'url or plain'}: {error}") from None
     print(report(found, servers[_DRAFTING]))
     if found.loses:
         sys.exit(NOT_CONFIRMED)
@@ -346,6 +348,8 @@ def _advice(found: Findings) -> list[str]:
         return ["The server publishes no counts of drafts (llama-server --metrics), so whether it drafts is not known."]
     if found.drafts and not found.drafts[0]:
         return ["These prompts give the drafter nothing to draft from: try another, such as a draft model."]
+    if found.speedup is None and found.has_plain:
+        return ["Too few prompts were answered for a speedup: raise max_prompts or max_seconds, or lower max_new_tokens."]
     if found.speedup is None:
         return ["Start the same model without speculation and name it by plain=URL to see whether drafts pay."]
     rounding = "Some outputs differ, as rounding in half precision explains. In float32 none should (--dtype float32)."
@@ -377,7 +381,7 @@ def _length_advice(found: Findings, name: str) -> str:
     speeds = [(1 + share * sum(found.acceptance[:k])) / (1 + (found.cost - 1) * k / length) for k in range(length + 1)]
     best = max(range(length + 1), key=lambda k: speeds[k])
     if best == 0:
-        return _OFF
+        return _OFF + (_SCHEDULE if found.metrics.engine == "vllm" and found.concurrency > 1 else "")
     if best == length:
         return f"{name} of {length} is about right for these prompts."
     return f"Try {name} of {best} in place of {length}; longer drafts are rarely accepted."

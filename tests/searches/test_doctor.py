@@ -169,6 +169,15 @@ def test_servers_that_cannot_be_asked_are_refused_by_field(tmp_path: Path) -> No
                 doctor(compose_config("doctor", overrides))
     with (
         served("--fault", "hang", *DRAFTING) as client,
-        pytest.raises(InputError, match="^url or plain: "),
+        pytest.raises(InputError, match="^max_seconds: too few for a prompt: http"),
     ):
         doctor(compose_config("doctor", [f"url={client.url}", *SMALL, "max_seconds=0.3"]))
+    with served("--fault", "crash", *DRAFTING) as client, pytest.raises(InputError, match="^url or plain: .*(broke|ended)"):
+        doctor(compose_config("doctor", [f"url={client.url}", *SMALL]))
+
+
+def test_one_prompt_gives_no_speedup(tmp_path: Path, launch: Launch) -> None:
+    with served(*DRAFTING) as client, served() as plain_client:
+        done = launch("doctor", client.url, f"plain={plain_client.url}", "max_prompts=1", "max_new_tokens=12", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "Too few prompts were answered" in done.stdout
