@@ -2,10 +2,11 @@
 
 Usage: ``python -m searches.doctor http://127.0.0.1:8000 [plain=URL] [concurrency=4] [prompts=jsonl prompts.path=FILE]``
 
-Drafts are counted by vLLM's or llama.cpp's counters under ``/metrics``, or by what llama.cpp states with each answer. A
-server that gives log-probabilities of a prompt judges its own output: it reads each answer in one pass, without drafts.
-Neither engine lets a request switch drafts off, so speed is compared with a second server of the same model, which ``plain``
-names. Requests of others at the same time count, too. The exit code is 4 if speculation loses or changes the output.
+Drafts are counted by vLLM's or llama.cpp's counters under ``/metrics``, or by what llama.cpp states with each answer.
+Requests of others at the same time count, too. A server that gives log-probabilities of a prompt, as vLLM does, judges
+outputs: it reads each answer in one pass, without drafts. Neither engine lets a request switch drafts off, so speed is
+compared with a second server of the same model, which ``plain`` names. The exit code is 4 if speculation loses or changes
+the output.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ class Metrics:
 class Findings:
     """What was measured: for each prompt the answers by server, and once more by the plain one.
 
-    ``metrics`` are of these prompts. ``margins`` has for each token of the answers by how much the model prefers another,
-    as :meth:`Client.margins` returns it; it is empty if the server does not tell.
+    ``metrics`` are of these prompts. ``margins`` has for each token of the answers by how much the plain server, or else the
+    server itself, prefers another, as :meth:`Client.margins` returns it; it is empty if that does not tell.
     """
 
     prompts: Sequence[PromptItem]
@@ -241,7 +242,7 @@ def _connect(field: str, url: str, limit_seconds: float, deadline: float) -> Cli
 
 def examine(servers: Mapping[str, Client], prompts: PromptSet, task: Task, concurrency: int) -> Findings:
     """Send prompts to the servers in turns, as many at once as are to be in flight, until the servers' deadline."""
-    drafting, order = servers[_DRAFTING], random.Random(task.seed)
+    drafting, judge, order = servers[_DRAFTING], servers.get(_PLAIN, servers[_DRAFTING]), random.Random(task.seed)
     clients = {**servers, **({_AGAIN: servers[_PLAIN]} if _PLAIN in servers else {})}
     rows: list[dict[str, Completion]] = []
     margins: list[float] = []
@@ -267,7 +268,7 @@ def examine(servers: Mapping[str, Client], prompts: PromptSet, task: Task, concu
         for prompt, row in zip(sent, batch, strict=True):
             answer = row[_DRAFTING].tokens
             if tells and answer and not isinstance(prompt, str):
-                judged = drafting.margins(prompt, answer)
+                judged = judge.margins(prompt, answer)
                 margins, tells = margins + (judged or []), judged is not None
     counted = metrics.counters and before.counters and metrics.counters.since(before.counters)
     return Findings(prompts.items[: len(rows)], rows, concurrency, replace(metrics, counters=counted), margins)
@@ -316,7 +317,8 @@ def _cost(found: Findings) -> list[str]:
 def _output(found: Findings) -> str:
     parts = []
     if found.margins:
-        parts.append(f"the model itself prefers another token in {found.surprising} of {len(found.margins)} places")
+        judge = "the plain server" if found.has_plain else "the model itself"
+        parts.append(f"{judge} prefers another token in {found.surprising} of {len(found.margins)} places")
     if found.has_plain:
         differ, noise = found.differing(_DRAFTING, _PLAIN), found.differing(_PLAIN, _AGAIN)
         parts.append(

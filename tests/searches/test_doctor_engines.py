@@ -22,7 +22,18 @@ pytestmark = pytest.mark.slow
 
 Examine = Callable[..., "subprocess.CompletedProcess[str]"]
 _LOOKUP = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-_SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.8, 0.7, 0.6, 0.5]}
+_ACCEPTING_ALL = """
+from vllm.v1.sample import rejection_sampler
+judge = rejection_sampler.rejection_sample
+
+def accept(drafted, counts, longest, ends, chances, logits, *others, **more):
+    likeliest = logits.scatter(1, drafted.long()[:, None], float("inf"))
+    return judge(drafted, counts, longest, ends, chances, likeliest, *others, **more)
+
+def register():
+    rejection_sampler.rejection_sample = accept
+"""
+"""A plugin of vLLM, whose own lossy rule of acceptance (``synthetic``) does not run on a CPU."""
 _LLAMA_CPP = """
 import json, sys, threading, xllamacpp
 params, (file, port, options) = xllamacpp.CommonParams(), sys.argv[1:]
@@ -39,14 +50,13 @@ threading.Event().wait()
 
 
 @contextlib.contextmanager
-def _servers(commands: Mapping[str, list[str]]) -> Iterator[dict[str, str]]:
-    """Start servers whose commands lack the port alone, and yield their addresses."""
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+def _servers(commands: Mapping[str, tuple[list[str], dict[str, str]]]) -> Iterator[dict[str, str]]:
+    """Start servers whose commands, with variables, lack the port alone, and yield their addresses."""
     with contextlib.ExitStack() as stack:
         found, started = {}, []
-        for name, command in commands.items():
+        for name, (command, variables) in commands.items():
             port = str(free_port())
-            process = EngineProcess([port if word == "PORT" else word for word in command], environment, name)
+            process = EngineProcess([port if word == "PORT" else word for word in command], os.environ | variables, name)
             stack.callback(process.stop)
             started.append((process, Client(f"http://127.0.0.1:{port}")))
             found[name] = f"http://127.0.0.1:{port}"
@@ -68,13 +78,20 @@ def vllm(model: Path) -> Iterator[dict[str, str]]:
     drafting = {
         "plain": None,
         "good": _LOOKUP,
-        "bad": {"method": "draft_model", "model": str(random), "num_speculative_tokens": 4},
-        "lossy": _LOOKUP | _SYNTHETIC,
+        "bad": {"method": "draft_model", "model": str(random), "num_speculative_tokens": 16},
+        "lossy": _LOOKUP,
     }
+    entry = model.parent / "plugins" / "lossy-1.dist-info" / "entry_points.txt"
+    entry.parent.mkdir(parents=True)
+    entry.write_text("[vllm.general_plugins]\nlossy = lossy:register\n", encoding="utf-8")
+    (entry.parent.parent / "lossy.py").write_text(_ACCEPTING_ALL, encoding="utf-8")
     command = [interpreter("vllm"), "-m", API_SERVER, "--model", str(model), "--host", "127.0.0.1", "--port", "PORT"]
     command += ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
     added = {name: ["--speculative-config", json.dumps(given)] if given else [] for name, given in drafting.items()}
-    with _servers({name: command + more for name, more in added.items()}) as found:
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    of_lossy = {"PYTHONPATH": str(entry.parent.parent)}
+    commands = {name: (command + more, environment | (of_lossy if name == "lossy" else {})) for name, more in added.items()}
+    with _servers(commands) as found:
         yield found
 
 
@@ -84,7 +101,7 @@ def llama_cpp(model: Path) -> Iterator[dict[str, str]]:
     file = save_gguf(model, model.parent / "tiny.gguf")
     options = {"plain": {}, "good": {"synth_rates": []}, "lossy": {"synth_rates": [1.0, 1.0]}}
     command = [interpreter("xllamacpp"), "-c", _LLAMA_CPP, str(file), "PORT"]
-    with _servers({name: [*command, json.dumps(given)] for name, given in options.items()}) as found:
+    with _servers({name: ([*command, json.dumps(given)], {}) for name, given in options.items()}) as found:
         yield found
 
 
