@@ -43,6 +43,7 @@ _DRAFTING, _PLAIN, _AGAIN = "drafting", "plain", "plain again"
 _ROUNDED = 0.5  # the share of prompts on which rounding may change the output
 _MARGIN = 0.5  # of log-probabilities: twice the largest that bfloat16 gave in 1,536 places (SmolLM2, vLLM 0.32, CPU)
 _RARE = 0.01  # the share of places in which rounding may exceed it
+_USELESS = 0.01  # of the drafted tokens; if fewer are accepted, drafts can only cost
 _WARMUP_TOKENS = 8
 _SHOWN = 8  # positions
 _SGLANG = re.compile(r"^sglang:spec_accept_length(?:\{.*\})? ([\d.e+-]+)", re.MULTILINE)
@@ -203,9 +204,14 @@ class Findings:
         return self.differing(_DRAFTING, _PLAIN) - self.differing(_PLAIN, _AGAIN) > _ROUNDED * len(self.rows)
 
     @property
+    def is_useless(self) -> bool:
+        """Whether hardly any drafted token is accepted, which no measurement of time has to confirm."""
+        return self.drafts is not None and self.drafts[1] < _USELESS * self.drafts[0]
+
+    @property
     def loses(self) -> bool:
-        """Whether speculation changes the output, or is significantly slower than none."""
-        return bool(self.is_changed) or (self.speedup is not None and self.speedup[2] < 1)
+        """Whether speculation changes the output, is useless, or is significantly slower than none."""
+        return bool(self.is_changed) or self.is_useless or (self.speedup is not None and self.speedup[2] < 1)
 
 
 def doctor(config: DictConfig) -> None:
@@ -351,6 +357,8 @@ def _advice(found: Findings) -> list[str]:
         return ["The server publishes no counts of drafts (llama-server --metrics), so whether it drafts is not known."]
     if found.drafts and not found.drafts[0]:
         return ["These prompts give the drafter nothing to draft from: try another, such as a draft model."]
+    if found.is_useless:
+        return [_OFF]
     if found.speedup is None and found.has_plain:
         return ["Too few prompts were answered for a speedup: raise max_prompts or max_seconds, or lower max_new_tokens."]
     if found.speedup is None:

@@ -110,9 +110,10 @@ def test_a_server_is_named_for_what_it_is(
             ),
         ),
         (("--fault", "wrong"), 4, ("prefers another token in 6 of 72", "is not that of plain decoding")),
+        (("--fault", "rejected"), 4, ("by position 0.00, 0.00", "0 of 72", "leave speculation off")),
         (("--fault", "strict"), 0, ("speculation: on", "output: unknown; plain=URL names a server")),
     ],
-    ids=["good", "lossy", "untold"],
+    ids=["good", "lossy", "rejected", "untold"],
 )
 def test_without_a_plain_server_a_server_judges_its_output_itself(
     options: tuple[str, ...], code: int, words: tuple[str, ...], tmp_path: Path, launch: Launch

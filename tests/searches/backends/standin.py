@@ -26,12 +26,8 @@ FIRST, SPAN = 40, 60  # ids of the tokens that it writes
 FAULTS = (
     *("", "crash_at_start", "hang_at_start", "crash", "hang"),
     *("html", "not_json", "other_form", "no_tokens", "too_many", "wrong", "strict", "plain_text", "other_metrics"),
-    *(
-        "ends",
-        "ends_uncounted",
-        "no_text",
-        "llama_cpp",
-    ),  # with its first token; with no token of its own; tokens without a text
+    *("ends", "ends_uncounted", "no_text"),  # with its first token; with no token of its own; tokens without a text
+    *("llama_cpp", "rejected"),  # in the words of another engine; all drafts
 )
 
 GARBAGE = {"html": "<html>an error page</html>", "not_json": "data: {nonsense", "other_form": 'data: {"choices": 5}'}
@@ -152,7 +148,7 @@ class Standin(BaseHTTPRequestHandler):
         if fault == "wrong" and self.drafted:
             tokens[-1] += 1
         drafted = self._length(self.in_flight)
-        accepted = planted_rounds(count - 1, drafted)
+        accepted = planted_rounds(count - 1, drafted) if fault != "rejected" else [0] * (count - 1)
         sizes = [1 + (3 if fault == "too_many" else 0), *(length + 1 for length in accepted)]
         done = 0
         if fault.startswith("ends"):
