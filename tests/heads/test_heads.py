@@ -50,6 +50,11 @@ def test_a_head_for_another_target_is_refused(tiny_target: Target, folder: Path,
     for other in (tuned, target_of("gemma3_text")):
         with pytest.raises(ConfigError, match="^head: .* made for another target"):
             load_eagle(folder, other)
+    about = json.loads((folder / "head.json").read_text())
+    about["target"]["revision"] = "old"
+    (folder / "head.json").write_text(json.dumps(about))
+    with pytest.raises(ConfigError, match="^head: .* made for another target, .* revision is old, not new$"):
+        load_eagle(folder, Target(tiny_target.model, tiny_target.tokenizer, tiny_target.name, "new"))
 
 
 @pytest.mark.parametrize(
@@ -89,6 +94,7 @@ def test_a_head_with_damaged_metadata_is_refused(
     "change",
     [
         {"fc.weight": None},
+        {"fc.weight": torch.zeros(2, 2)},
         {"further": torch.linspace(0.1, 0.9, 3)},
         {"tokens": torch.arange(1000, 1040)},
         {"tokens": torch.arange(40) // 2},

@@ -149,10 +149,17 @@ def test_what_was_not_scanned_is_refused(tiny_target: Target) -> None:
         sampled.rounds(other, 2, StopRule())
 
 
-def test_a_family_without_support_for_independent_rows_is_refused() -> None:
-    target = Target(build("gpt_neo"))  # it derives its own mask from a square one
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("gpt_neo", {}, "GPTNeoForCausalLM: cannot be scanned"),  # it derives its own mask from a square one
+        ("falcon", {"alibi": True}, r"cannot be scanned: its attention mask has the shape \(1, 4, "),  # a mask per head
+    ],
+)
+def test_a_family_without_support_for_independent_rows_is_refused(family: str, changes: dict[str, bool], reason: str) -> None:
+    target = Target(build(family, **changes))
     continuations = [continuation_of(target, 0, [5, 6, 7], GREEDY, 8)]
-    with pytest.raises(UnsupportedModel, match="GPTNeoForCausalLM: cannot be scanned"):
+    with pytest.raises(UnsupportedModel, match=reason):
         Scanner(target, continuations, GREEDY).check()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from layerskip import load_target
+from layerskip import ConfigError, load_target
 from layerskip.decoding.sampling import Sampling
 from layerskip.models.target import NotFinite, Target
 from layerskip.texts.training_texts import write_texts
@@ -41,6 +41,29 @@ def test_every_other_text_begins_like_a_prompt(chat: bool, tmp_path: Path) -> No
     assert len({len(text.tokens) for text in texts[1::2]}) > 1
     own = list(itertools.islice(write_texts(target, Sampling(), 4, 8, 0), 8))
     assert own != texts
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('no user') }}", "its chat template refuses a user's message: TemplateError: no user"),
+        ("{{ messages[0]['content'] | upper | replace('A', 'b') }}", "does not show where a user's words begin"),
+    ],
+)
+def test_a_template_that_hides_a_users_words_is_refused(template: str, reason: str, tmp_path: Path) -> None:
+    target = load_target(str(save_tiny(tmp_path)))
+    target.tokenizer.chat_template = template  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match=f"^target: .*{reason}"):
+        next(write_texts(target, Sampling(), 4, batch=2, seed=0))
+
+
+def test_a_target_that_ends_at_once_writes_no_texts() -> None:
+    target = Target(build("llama"), name="mine")
+    ending = torch.zeros(64)
+    ending[1] = 1e4  # the end of sequence
+    target.model.get_output_embeddings().register_forward_hook(lambda _, args, output: output + ending.to(output.device))
+    with pytest.raises(ConfigError, match="^target: mine writes no texts$"):
+        next(write_texts(target, Sampling(), 4, batch=2, seed=0))
 
 
 def test_logits_that_are_not_finite_end_the_writing() -> None:
