@@ -156,7 +156,7 @@ def test_what_was_not_scanned_is_refused(tiny_target: Target) -> None:
         ("falcon", {"alibi": True}, r"cannot be scanned: its attention mask has the shape \(1, 4, "),  # a mask per head
     ],
 )
-def test_a_family_without_support_for_independent_rows_is_refused(family: str, changes: dict[str, bool], reason: str) -> None:
+def test_a_family_without_independent_rows_is_refused(family: str, changes: dict[str, bool], reason: str) -> None:
     target = Target(build(family, **changes))
     continuations = [continuation_of(target, 0, [5, 6, 7], GREEDY, 8)]
     with pytest.raises(UnsupportedModel, match=reason):

@@ -30,7 +30,9 @@ FAULTS = (
 )
 
 GARBAGE = {
-    **{"html": "<html>an error page</html>", "not_json": "data: {nonsense", "other_form": 'data: {"choices": 5}'},
+    "html": "<html>an error page</html>",
+    "not_json": "data: {nonsense",
+    "other_form": 'data: {"choices": 5}',
     "refused": 'data: {"error": {"message": "out of memory"}}',
 }
 
