@@ -271,7 +271,7 @@ def test_the_command_of_an_engine_has_the_model_and_the_lengths_of_the_peer(
     assert llama[:3] == ["llama-server", "--model", str(file)]
     drafting = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
     assert [json.loads(text) for text in vllm[8:]] == ([] if method == "plain" else [drafting])
-    lengths = "--spec-type ngram-simple --spec-ngram-simple-size-n 2 --spec-ngram-simple-size-m 4".split()
+    lengths = ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "2", "--spec-ngram-simple-size-m", "4"]
     assert llama[5:] == ([] if method == "plain" else lengths)
 
 

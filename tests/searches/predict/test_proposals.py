@@ -86,7 +86,7 @@ def test_proposals_are_close_to_the_best_of_all_masks(seed: int) -> None:
 
 
 def test_a_space_of_few_masks_is_searched_whole() -> None:
-    predictor = Landscape(lambda mask: 0.1 * len(_parts(mask)), 3, replace(PROFILE, attention_seconds=(0.01,) * 3, mlp_seconds=(0.02,) * 3))
+    predictor = _landscape(3, lambda mask: 0.1 * len(_parts(mask)))
     found = propose(predictor, SearchSpace(3, protect_first=1, protect_last=1, ranges=LENGTHS), ProposalSettings(enqueued=9))
     masks = ("", "attention:1", "mlp:1", "layers:1")
     assert {prediction.config.mask for prediction in found} <= set(masks)
