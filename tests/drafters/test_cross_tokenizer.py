@@ -19,7 +19,7 @@ from tests.drafters.contract import DrafterContract, contract, toy_target
 from tests.drafters.members import LETTERS, spelling
 from tests.drafters.test_draft_model import noisy_copy, respelled
 from tests.exhaustive import EXHAUSTIVE
-from tests.generated import generated
+from tests.reference import generated
 from tests.tiny import save_tiny, tokenizer, without_tokenizer
 
 

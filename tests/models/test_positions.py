@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from layerskip import SpeculativeConfig, Target, UnsupportedModel, generate
 from tests.families import build
-from tests.generated import generated
+from tests.reference import generated
 
 THRESHOLD = 24
 LONG = {

@@ -22,10 +22,10 @@ from layerskip.models.forward import Features
 from layerskip.models.prefill import parts_of, run_prefill
 from layerskip.models.skip_view import decoding_view
 from tests.accelerator import DEVICE
-from tests.allocations import peak_bytes
 from tests.families import build
 from tests.models.passes import assert_close, fresh, tokens_of
 from tests.models.test_positions import dynamic_model, longrope_model
+from tests.resources import peak_bytes
 
 FAMILIES = ["llama", "gpt_oss", "gpt_neo", "modernbert-decoder", "deepseek_v3", "gpt2"]
 LONG = ["mistral", "gemma3_text", "llama4_text"]  # with windows, which are read in another way by many tokens

@@ -26,9 +26,9 @@ from layerskip.scan.scan import Scanner
 from layerskip.texts.continuations import Continuation, continue_prompts
 from searches.predict.mask_search import drafting_with
 from tests.accelerator import DEVICE
-from tests.allocations import peak_bytes
 from tests.exhaustive import EXHAUSTIVE, representative
 from tests.families import build
+from tests.resources import peak_bytes
 
 Rounds = list[list[Round]]
 THRESHOLDS = (0.05, 0.1, 0.3)

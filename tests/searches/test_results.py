@@ -15,7 +15,7 @@ import pytest
 
 from layerskip import ConfigError
 from searches.results import ResultLog, exclusive, exclusive_if_free
-from tests.disk import fill
+from tests.resources import fill
 from tests.searches.programs import FORKS
 
 

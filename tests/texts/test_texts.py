@@ -13,7 +13,7 @@ from layerskip.models.target import NotFinite
 from layerskip.texts.continuations import continue_prompts
 from layerskip.texts.training_texts import write_texts
 from tests.families import build
-from tests.generated import generated
+from tests.reference import generated
 from tests.tiny import save_tiny
 
 

@@ -25,7 +25,7 @@ from searches.study import storage
 from searches.study.storage import joined, open_database
 from searches.study.study import StudySettings, run_trials
 from searches.workers.pool import Workers
-from tests.disk import fill
+from tests.resources import fill
 from tests.searches.known import Known, lookup, objective_of
 
 
