@@ -31,7 +31,7 @@ from layerskip.models.target import Target
 from layerskip.texts.training_texts import TrainingText
 from tests.accelerator import DEVICE
 from tests.drafters.contract import target_of
-from tests.drafters.heads import UNROLL, eagle_head, feature_texts
+from tests.drafters.members import UNROLL, eagle_head, feature_texts
 from tests.families import build
 
 TARGET = target_of("llama")
