@@ -342,6 +342,12 @@ def test_an_unknown_dtype_or_device_is_refused_with_the_valid_ones(tiny_folder: 
         assert _refused(tiny_folder, **{name: "no"}).startswith(f"target.{name}: 'no' is n")
 
 
+def test_blocks_without_kernels_are_refused(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "has_kernels", lambda: False)
+    message = _refused(save_gguf(tiny_folder, tmp_path / "tiny.gguf"), dtype="native", device="cpu")
+    assert message == "target.dtype: native needs a C++ compiler, and a processor with AVX2"
+
+
 def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
     config = T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     T5ForConditionalGeneration(config).save_pretrained(tmp_path)

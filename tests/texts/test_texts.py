@@ -10,6 +10,7 @@ import torch
 
 from layerskip import ConfigError, PromptSet, Sampling, Target, generate, load_target
 from layerskip.models.target import NotFinite
+from layerskip.prompts import PromptItem
 from layerskip.texts.continuations import continue_prompts
 from layerskip.texts.training_texts import write_texts
 from tests.families import build
@@ -89,6 +90,15 @@ def test_continuations_are_decoded_once(tiny_target: Target, tmp_path: Path) -> 
     assert all(total > 0 and now == 0 for _, total, now in costs)  # decoded earlier, not in the second call
     assert [p.tokens[:5] for p in first] == [p.tokens for p in other]
     assert list(first[0].tokens) == generate(tiny_target, "one two", max_new_tokens=6).tokens
+
+
+def test_a_conversation_is_continued_after_the_answers_so_far(tiny_target: Target) -> None:
+    prompts = PromptSet((PromptItem("two turns", "chat", "one two", ("three", "four")),))
+    answers, messages = continue_prompts(tiny_target, prompts, Sampling(), 6), list[dict[str, str]]()
+    for answer, words in zip(answers, ("one two", "three", "four"), strict=True):
+        messages.append({"role": "user", "content": words})
+        assert list(answer.prompt) == tiny_target.encode(messages)
+        messages.append({"role": "assistant", "content": tiny_target.decode(answer.tokens)})
 
 
 @pytest.mark.parametrize("text", ['{"continuations": []}', "[]", "{"])
