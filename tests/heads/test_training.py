@@ -68,6 +68,8 @@ def test_texts_of_a_batch_are_independent() -> None:
         for one, some in zip(alone, rows, strict=True):  # a short text alone has fewer rows
             assert len(one[step].hidden) > 0
             torch.testing.assert_close(some[: len(one[step].hidden)], one[step].hidden, rtol=0, atol=1e-5)
+    short = replace(texts[0], tokens=texts[0].tokens[:UNROLL], features=texts[0].features[:UNROLL])
+    assert predict_tokens(head, EMBEDDINGS, Batch.of([short], DEVICE), UNROLL) == []
 
 
 def test_the_closed_form_equals_least_squares() -> None:

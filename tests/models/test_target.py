@@ -146,6 +146,9 @@ def test_whatever_a_tokenizer_raises_or_adds_is_one_line(tiny_target: Target, re
     with pytest.raises(TargetError, match=f"^q7: refused by the chat template of model; .*({reason})") as refusal:
         target.encode(MESSAGES, "q7")
     assert "\n" not in str(refusal.value)
+    words.chat_template = "{{ '' }}"
+    with pytest.raises(TargetError, match="^q7: has no tokens$"):
+        target.encode(MESSAGES, "q7")
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

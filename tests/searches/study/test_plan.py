@@ -51,6 +51,15 @@ def test_another_draft_model_or_head_in_the_same_folder_is_another_study(tmp_pat
         described("eagle", f"space.ranges.eagle.head=[{head}]")
 
 
+def test_engines_are_measured_greedily_beside_the_own_decoder_only(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "chosen_engines", lambda _: ("vllm",))
+    for override, reason in (("sampling=nucleus", "greedily"), ("backend=vllm", "beside backend=layerskip on a CPU")):
+        with pytest.raises(InputError, match=f"^engines: are measured {reason}"):
+            _plan(tiny_folder, override)
+
+
 def test_heads_draft_chains_if_trees_cannot_be_verified(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "model", "gpt_neo")
     target = load_target(str(model), dtype="float32", device=DEVICE)
