@@ -61,7 +61,6 @@ def test_a_corpus_and_own_outputs_become_a_datastore(tiny_folder: Path, tmp_path
         (["corpus=blank.txt", "output=empty"], "output: empty exists already"),
         (["inspect=empty"], "datastore: cannot read empty: "),
         (["own=true", "output=store", "max_new_tokens=0"], "max_new_tokens: "),
-        (["corpus=[a]", "output=store"], "corpus: ['a'] is not a path"),
         (["corpus=other.txt", "output=store"], "corpus: cannot read other.txt: 'utf-8' codec can't decode"),
         (["corpus=blank.txt", "output=store", "target.path=bare"], "target: has no tokenizer to read a corpus with"),
     ],
