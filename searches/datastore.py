@@ -32,9 +32,6 @@ def datastore(config: DictConfig) -> Datastore:
     check_whole("max_new_tokens", config.max_new_tokens)
     check_seed(config.seed)
     check_flag("own", config.own)
-    for name in ("corpus", "output", "inspect"):
-        if config[name] is not None and not isinstance(config[name], str):
-            raise InputError(f"{name}: {config[name]!r} is not a path")
     target: Target = instantiate(config.target)
     store = Datastore.load(config.inspect, target) if config.inspect is not None else _build(config, target)
     size, about = (store.tokens.nbytes + store.suffixes.nbytes) / 2**20, store.about

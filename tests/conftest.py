@@ -34,7 +34,7 @@ os.environ |= {"TRITON_INTERPRET": "1"} if os.environ.get("LAYERSKIP_TEST_DEVICE
 import pytest
 
 from tests.accelerator import DEVICE
-from tests.garbage import keep_imports
+from tests.resources import keep_imports
 
 if TYPE_CHECKING:
     from layerskip import Target
@@ -155,7 +155,7 @@ def tiny_target(tiny_folder: Path) -> Target:
 def smollm2() -> Target:
     """SmolLM2-135M-Instruct in float32."""
     from layerskip import load_target
-    from tests.gguf_files import reading_once
+    from tests.tiny import reading_once
 
     with pytest.MonkeyPatch.context() as patch:
         reading_once(patch)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from layerskip import Export, ExportError, Sampling, SpeculativeConfig, StopRule, Target
+from layerskip import ConfigError, Export, ExportError, Sampling, SpeculativeConfig, StopRule, Target
 from layerskip.models.trained_module import save_trained
 from tests.families import build
 
@@ -191,6 +191,12 @@ def test_a_head_of_another_model_is_refused(tiny_target: Target, tmp_path: Path)
         export.check(tiny_target)
         with pytest.raises(ExportError, match=r"^config\.head: .* was made for another target, .*: its weights are not"):
             export.check(other)
+
+
+def test_an_export_without_its_head_is_not_written(tiny_target: Target, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^head: there is nothing in {tmp_path} to export$"):
+        Export(tiny_target.describe(), SpeculativeConfig("eagle", head=str(tmp_path))).save(tmp_path / "best.json")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_provisional_export_says_so_on_loading(export: Export, file: Path, caplog: pytest.LogCaptureFixture) -> None:

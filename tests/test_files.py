@@ -20,7 +20,7 @@ from layerskip.heads.feature_store import FeatureStore
 from layerskip.heads.folders import load_eagle
 from layerskip.models.trained_module import save_trained
 from layerskip.texts.training_texts import TrainingText
-from tests.disk import fill
+from tests.resources import fill
 
 NUMBERS = torch.zeros(500_000)  # 2 MB
 WRITERS: dict[str, Callable[[Path], object]] = {

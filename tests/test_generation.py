@@ -10,7 +10,7 @@ import torch
 from layerskip import ConfigError, Sampling, SpeculativeConfig, Target, TargetError, generate, load_target
 from tests.accelerator import DEVICE
 from tests.exhaustive import representative
-from tests.generated import generated
+from tests.reference import generated
 from tests.tiny import save_tiny
 
 FRUITS = "List three fruits, one per line."

@@ -232,6 +232,7 @@ SAMPLED = dict(do_sample=True, top_k=0)
         ({"logits_processor": [TopPLogitsWarper(0.8)], "do_sample": True, "temperature": 0.7}, "another order"),
         ({"logits_processor": [TopPLogitsWarper(0.8, min_tokens_to_keep=3)]} | SAMPLED, "TopP.*min_tokens_to_keep"),
         ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive_search is not supported"),
+        ({"output_logits": True, "return_dict_in_generate": True}, "^output_logits: is not available"),
     ],
 )
 def test_unsupported_options_are_refused_by_name(tiny_target: Target, options: dict[str, Any], name: str) -> None:
@@ -257,6 +258,8 @@ def test_inputs_other_than_one_whole_prompt_and_other_models_are_refused(tiny_ta
         (padded, {"attention_mask": None}, "attention_mask: "),
         (None, {"inputs_embeds": embeddings}, "inputs_embeds"),
         (PROMPT, {"inputs_embeds": embeddings}, "inputs_embeds"),
+        (PROMPT, {"past_key_values": model(PROMPT[:, :-1]).past_key_values}, "^past_key_values: a filled cache"),
+        (PROMPT, {"position_ids": torch.arange(1, PROMPT.shape[1] + 1)[None]}, "^position_ids: "),
     ):
         with pytest.raises(ValueError, match=message):
             model.generate(tokens, custom_generate=method, **inputs, **GREEDY)

@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 
 from layerskip import drafters
-from layerskip.config import ConfigError, SpeculativeConfig
+from layerskip.config import SpeculativeConfig
 from layerskip.decoding.drafter import Drafter, drafter_classes
 from layerskip.decoding.tree import tree_model
 from layerskip.models.architecture import UnsupportedModel, check_rewind
@@ -27,9 +27,7 @@ def build_drafter(config: SpeculativeConfig, target: Target) -> Drafter:
         TargetError: the draft model cannot be loaded.
     """
     check_rewind(target.model)
-    drafter_class = drafter_classes().get(config.method)
-    if drafter_class is None:
-        raise ConfigError(f"method: {config.method!r} has no drafter")
+    drafter_class = drafter_classes()[config.method]
     if reason := drafter_class.unsupported(target):
         raise UnsupportedModel(f"{config.method}: {reason}")
     drafter = drafter_class.build(config, target)

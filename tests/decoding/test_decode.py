@@ -1,4 +1,4 @@
-"""The decoding loop: where it ends and what it reports."""
+"""The decoding loop: where it ends and what it reports; the adaptive threshold of stop rules, worked out by hand."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from layerskip.config import SpeculativeConfig
+from layerskip.config import SpeculativeConfig, StopRule
 from layerskip.decoding.decode import DecodeResult, Stops, decode
 from layerskip.decoding.drafter import NoDraft
 from layerskip.decoding.sampling import Sampling
+from layerskip.decoding.stopping import Stopper
 from layerskip.drafters.registry import build_drafter
 from layerskip.models.prefill import Prefill
 from layerskip.models.target import Target
@@ -132,3 +133,29 @@ def test_threads_take_turns_at_a_model(target: Target) -> None:
     assert ended == ["first", "second"]
     for name, prompt in (("first", PROMPT), ("second", PROMPT[2:])):
         assert found[name] == greedy_tokens(target, prompt, max_new_tokens=12)
+
+
+def test_the_adaptive_threshold_follows_the_acceptance_rate_until_it_is_reset() -> None:
+    """The first round's rate counts alone; each later one is averaged with the past, half and half."""
+    stopper = Stopper(StopRule("adaptive", 0.6))
+    rounds = [
+        (4, 4, 0.600 - 0.001),  # rate 1, above 0.9: 0.9 * 0.6 + 0.1 * (0.6 - 0.01)
+        (16, 14, 0.599 - 0.001),  # rate 0.5 * 1 + 0.5 * 0.875 = 0.9375, still above
+        (0, 0, 0.598),  # nothing drafted, no change
+        (2, 0, 0.598 + 0.001),  # rate 0.46875
+        (1, 1, 0.599 + 0.001),  # rate 0.734375, still at most 0.9
+        (8, 8, 0.600 + 0.001),  # rate 0.8671875
+        (3, 3, 0.601 - 0.001),  # rate 0.93359375
+    ]
+    for _ in range(2):
+        for drafted, accepted, expected in rounds:
+            stopper.observe(drafted, accepted)
+            assert stopper.threshold == pytest.approx(expected)
+        stopper.reset()
+
+
+@pytest.mark.parametrize(("start", "accepted", "end"), [(0.9995, 0, 1.0), (0.0005, 4, 0.0)])
+def test_the_threshold_stays_a_probability(start: float, accepted: int, end: float) -> None:
+    stopper = Stopper(StopRule("adaptive", start))
+    stopper.observe(4, accepted)
+    assert stopper.threshold == end

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from layerskip.decoding.sampling import Chooser, Sampling, SamplingError, draw
 from tests.chi_square import assert_follows
-from tests.processors import processed_probs, processed_scores
+from tests.reference import processed_probs, processed_scores
 
 V = 17
 CPU = torch.device("cpu")

@@ -28,8 +28,7 @@ from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE, decode_static
 from tests.drafters.contract import target_of
-from tests.drafters.heads import eagle_head
-from tests.drafters.members import SECONDS, member_of
+from tests.drafters.members import SECONDS, eagle_head, member_of
 
 GREEDY = Sampling()
 SAMPLINGS = {"greedy": GREEDY, "sampled": Sampling(1.0), "warped": Sampling(0.8, 5, 0.9, 0.02, 1.2)}

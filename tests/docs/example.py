@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.gguf_files import reading_once
+from tests.tiny import reading_once
 
 if __name__ == "__main__":
     reading_once(pytest.MonkeyPatch())

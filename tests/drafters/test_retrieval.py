@@ -12,6 +12,7 @@ import pytest
 
 from layerskip.config import ConfigError, SpeculativeConfig
 from layerskip.decoding.tree import path_to
+from layerskip.drafters import retrieval
 from layerskip.drafters.registry import build_drafter
 from layerskip.drafters.retrieval import Datastore, Retrieval
 from tests.drafters.contract import contract, target_of, toy_target
@@ -159,8 +160,10 @@ def test_a_damaged_datastore_is_refused_in_one_line(
         Datastore.load(folder, target)
 
 
-def test_an_empty_corpus_is_refused() -> None:
-    for texts, reason in (([[], []], "has no tokens"), ([[99]], "has token ids outside")):
+def test_a_corpus_without_tokens_or_with_too_many_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retrieval, "_MAX_TOKENS", 5)
+    too_long = "has 6 tokens; a datastore holds at most 5"  # with an end after each text
+    for texts, reason in (([[], []], "has no tokens"), ([[99]], "has token ids outside"), ([[3, 4], [5, 6]], too_long)):
         with pytest.raises(ConfigError, match=f"corpus: {reason}"):
             Datastore.build(texts, target_of("llama"))
 

@@ -160,6 +160,9 @@ def test_a_head_for_other_sizes_is_refused(tiny_target: Target, embeddings: Tens
         folder = _publish(tmp_path / str(number), head, table.clone(), **changes)
         with pytest.raises(ConfigError, match=f"^head: .* another target: {reason}"):
             load_eagle(folder, tiny_target)
+    folder = _publish(tmp_path / "scaled", head, None, rope_scaling={"type": "linear", "factor": 4.0})
+    with pytest.raises(ConfigError, match="^head: its positions are scaled by 'linear', which is not supported"):
+        load_eagle(folder, tiny_target)
 
 
 @pytest.mark.parametrize("named", [True, False])

@@ -1,16 +1,22 @@
-"""Tests the training of heads: alignment of targets, loss, the closed form, and scaling."""
+"""The training of heads: alignment, loss, the closed form, scaling, induction, and the store of hidden states."""
 
 from __future__ import annotations
 
 import copy
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from layerskip import UnsupportedModel
+from layerskip.config import ConfigError
+from layerskip.heads import feature_store
 from layerskip.heads.eagle import EagleHead, EagleShape
+from layerskip.heads.feature_store import FeatureStore, check_readout, read_features
+from layerskip.heads.induction import add_induction_heads
 from layerskip.heads.readout import Readout
 from layerskip.heads.training import (
     Batch,
@@ -22,9 +28,10 @@ from layerskip.heads.training import (
     rescale,
 )
 from layerskip.models.target import Target
+from layerskip.texts.training_texts import TrainingText
 from tests.accelerator import DEVICE
 from tests.drafters.contract import target_of
-from tests.drafters.heads import UNROLL, eagle_head, feature_texts
+from tests.drafters.members import UNROLL, eagle_head, feature_texts
 from tests.families import build
 
 TARGET = target_of("llama")
@@ -61,6 +68,8 @@ def test_texts_of_a_batch_are_independent() -> None:
         for one, some in zip(alone, rows, strict=True):  # a short text alone has fewer rows
             assert len(one[step].hidden) > 0
             torch.testing.assert_close(some[: len(one[step].hidden)], one[step].hidden, rtol=0, atol=1e-5)
+    short = replace(texts[0], tokens=texts[0].tokens[:UNROLL], features=texts[0].features[:UNROLL])
+    assert predict_tokens(head, EMBEDDINGS, Batch.of([short], DEVICE), UNROLL) == []
 
 
 def test_the_closed_form_equals_least_squares() -> None:
@@ -127,3 +136,91 @@ def test_loss_and_gradient_equal_those_of_all_rows_at_once(family: str, tokens: 
     assert most_likely_tokens(readout, hidden).tolist() == [
         place if tokens is None else tokens[place] for place in places.tolist()
     ]
+
+
+TEXTS = [TrainingText((3, 4, 5, 6, 7), 2), TrainingText((5, 4, 3), 1), TrainingText((8, 9, 10, 11), 3)]
+
+
+def test_stored_features_are_the_models_hidden_states_and_a_damaged_text_is_refused(tmp_path: Path) -> None:
+    states = TARGET.model(input_ids=torch.tensor([TEXTS[1].tokens]), output_hidden_states=True).hidden_states
+    expected = states[-1][0]
+    assert torch.allclose(read_features(TARGET, TEXTS[1].tokens), expected, atol=1e-5)
+    (tmp_path / ".000002.safetensors.partial").write_bytes(b"a text that was being written")
+    for _ in range(2):  # read, then found
+        store = FeatureStore(tmp_path, TARGET)
+        store.fill(TEXTS, 10**6)
+        assert store.texts == TEXTS
+        assert (store[1].tokens.tolist(), store[1].begin) == ([5, 4, 3], 1)
+        assert torch.equal(store[1].features, expected.to(torch.bfloat16))
+    for content in (b"{", b""):
+        (tmp_path / "000001.safetensors").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"^features: .*000001\.safetensors is damaged; delete [^\n]*$"):
+            store.fill(TEXTS, 10**6)
+
+
+def test_a_larger_budget_reads_more_texts_and_a_smaller_one_hides_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, width = [], 32 * 2  # bytes of a token's states
+    monkeypatch.setattr(feature_store, "read_features", lambda *given: read.append(given[1]) or read_features(*given))
+    for budget, known in ((8 * width, 2), (12 * width - 1, 2), (12 * width, 3), (5 * width, 1), (10**6, 3)):
+        store = FeatureStore(tmp_path, TARGET)
+        store.fill(TEXTS, budget)
+        assert len(store.texts) == known
+    assert read == [text.tokens for text in TEXTS]
+    with pytest.raises(ConfigError, match=rf"^features: {tmp_path} holds hidden states of other texts"):
+        store.fill(TEXTS[1:], 10**6)
+
+
+def test_a_family_whose_logits_are_not_its_output_layers_is_refused() -> None:
+    for family in ("llama", "gemma2", "granite", "qwen2"):
+        check_readout(Target(build(family)))
+    check_readout(Target(build("hyperclovax")))
+    for odd in (build("hyperclovax", logits_scaling=3.0), build("modernbert-decoder")):
+        with pytest.raises(UnsupportedModel, match=f"^{type(odd).__name__}: no head can be trained"):
+            check_readout(Target(odd))
+
+
+WIDE = Target(build("llama", 0, vocab_size=200, hidden_size=256, eos_token_id=None))
+TEXT = torch.randperm(200, generator=torch.Generator().manual_seed(2))
+WIDE_EMBEDDINGS = WIDE.model.get_input_embeddings()
+SHAPE = replace(EagleShape.of(WIDE, lookback=2), heads=4, key_value_heads=2, head_dim=64)
+
+
+def _head(shape: EagleShape, tokens: torch.Tensor | None = None) -> EagleHead:
+    """A head whose linear map is zero."""
+    torch.manual_seed(0)
+    head = EagleHead(shape, tokens).eval()
+    torch.nn.init.zeros_(head.fc.weight)
+    return head
+
+
+@torch.no_grad()
+def _predicted(head: EagleHead, tokens: list[int]) -> list[int]:
+    """The head's predictions after every token except the first."""
+    embedded = WIDE_EMBEDDINGS(torch.tensor([tokens]))
+    hidden = head(head.with_lookback(embedded, len(tokens) - 1), torch.randn(1, len(tokens) - 1, SHAPE.hidden))
+    readout = Readout(WIDE, head.tokens)
+    return readout.tokens_at(readout(hidden[0]).argmax(-1)).tolist()
+
+
+def _copied(head: EagleHead, drafted: torch.Tensor) -> float:
+    """The share of right predictions when thirty tokens occur the second and the third time."""
+    once = drafted[torch.randperm(len(drafted), generator=torch.Generator().manual_seed(1))[:30]].tolist()
+    wanted = [*once, *once][1:]
+    predicted = _predicted(head, [*once, *once, *once])[len(once) - 1 :]
+    return sum(a == b for a, b in zip(predicted, wanted, strict=False)) / len(wanted)
+
+
+@pytest.mark.parametrize(
+    ("changes", "few"),
+    [({"lookback": 1}, False), ({"lookback": 4}, True), ({"key_value_heads": 4}, False), ({"key_value_heads": 1}, False)],
+)
+def test_what_followed_a_token_is_copied(changes: dict[str, int], few: bool) -> None:
+    """For every lookback, with own or shared keys, and for a part of the vocabulary."""
+    drafted = torch.arange(20, WIDE.vocabulary, 2) if few else torch.arange(WIDE.vocabulary)
+    head = _head(replace(SHAPE, **changes), drafted if few else None)
+    without = _copied(head, drafted)
+    add_induction_heads(head, WIDE_EMBEDDINGS, Readout(WIDE, head.tokens), TEXT)
+    assert _copied(head, drafted) >= 0.9
+    assert without <= 0.1

@@ -266,13 +266,20 @@ def test_numbers_that_are_not_finite_stay_so(value: float) -> None:
     assert product[1].isfinite().all()
 
 
-def test_without_a_compiler_one_line_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setenv("CXX", "/no/compiler")
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [("/no/compiler", "/no/compiler"), ("", "there is no C++ compiler; install g++"), ("/bin/false", "/bin/false fails:")],
+)
+def test_without_a_compiler_one_line_says_so(
+    compiler: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(cpu, "_library", cpu._library.__wrapped__)
     monkeypatch.setattr(cpu, "_SOURCE", Path(cpu.__file__))  # another source, which no earlier process has compiled
     with caplog.at_level(logging.WARNING):
         assert not has_kernels.__wrapped__()
-    assert "/no/compiler" in caplog.text
+    assert reason in caplog.text
     assert len(caplog.records) == 1
 
 

@@ -6,6 +6,7 @@ A kernel that fails its trial is replaced by these operators, with one line in t
 from __future__ import annotations
 
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -150,6 +151,13 @@ def test_a_kernel_that_fails_its_trial_is_not_used(kernel: Compute, reason: str,
         assert faster_of_right("products", reason, kernel, torch.ones_like, draw) is torch.ones_like
     assert [record.message for record in caplog.records] == [f"the kernel for products cannot be used ({reason}): {reason}"]
     assert faster_of_right("products", "right", torch.clone, torch.ones_like, draw) is torch.clone
+
+
+def test_too_little_memory_says_nothing_about_a_kernel() -> None:
+    draw, scarce = lambda: [torch.ones(2)], Mock(side_effect=torch.OutOfMemoryError)
+    with pytest.raises(torch.OutOfMemoryError):
+        faster_of_right("ones", "scarce", scarce, torch.ones_like, draw)
+    assert faster_of_right("ones", "scarce", torch.clone, torch.ones_like, draw) is torch.clone
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")

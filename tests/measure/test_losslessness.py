@@ -12,7 +12,7 @@ from torch import Tensor
 from layerskip import Sampling, Target, load_target
 from layerskip.measure.losslessness import Divergence, Losslessness, find_divergence
 from tests.accelerator import DEVICE
-from tests.processors import processed_scores
+from tests.reference import processed_scores
 from tests.tiny import save_tiny
 
 PROMPT = [4, 77, 74, 81, 84, 5]

@@ -216,6 +216,8 @@ def test_a_measurement_of_nothing_is_refused(tiny_folder: Path, sampling: Sampli
     target.model.generation_config.eos_token_id = None
     with pytest.raises(PromptError, match="^prompts: every output ends with its first token"):
         measure(target, PROMPTS.take(2), CONFIGS[2], max_new_tokens=1, sampling=sampling)
+    with pytest.raises(PromptError, match="^prompts: are empty"):
+        measure(target, [], CONFIGS[2], sampling=sampling)
 
 
 @dataclass

@@ -14,7 +14,7 @@ from layerskip.models.cache_pool import acquire_cache
 from layerskip.models.forward import forward
 from layerskip.models.graph_capture import CapturingCache
 from tests.accelerator import DEVICE
-from tests.generated import generated
+from tests.reference import generated
 
 LAYERS = 4
 TORCH_DEVICE = torch.device(DEVICE)

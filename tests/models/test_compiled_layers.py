@@ -32,8 +32,8 @@ from layerskip.models.skip_view import decoding_view, skip_view
 from layerskip.models.target import Target, TargetError
 from tests.accelerator import DEVICE, compile_anywhere
 from tests.families import build
-from tests.generated import generated
 from tests.models.passes import LAYERS, acquired, assert_close, filled, fresh, tokens_of
+from tests.reference import generated
 
 BLOCK = tokens_of(20)[12:18]
 

@@ -146,6 +146,15 @@ def test_a_mask_that_leaves_no_whole_model_is_refused(tiny_target: Target, tmp_p
     assert not (tmp_path / "draft").exists()
 
 
+def test_what_has_no_kernels_for_its_bits_is_refused(tmp_path: Path) -> None:
+    narrow, quantized = Target(build("llama", intermediate_size=40)), Target(build("llama"))
+    with pytest.raises(UnsupportedModel, match="^weights: 4 bits need layers whose inputs are a multiple of 32"):
+        save_draft_checkpoint(narrow, DraftPlan.parse("int4", 4), tmp_path / "draft")
+    quantized.model.is_quantized = True  # as transformers marks it
+    with pytest.raises(UnsupportedModel, match=r"^target\.quantization: no checkpoint can be cut out of a quantised model"):
+        save_draft_checkpoint(quantized, DraftPlan.parse("layers:1", 4), tmp_path / "draft")
+
+
 def test_a_non_empty_folder_is_refused_and_kept(tiny_target: Target, tmp_path: Path) -> None:
     (tmp_path / "precious.txt").write_text("keep me")
     with pytest.raises(FileExistsError, match=str(tmp_path)):

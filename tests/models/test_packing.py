@@ -24,7 +24,7 @@ from layerskip.models.skip_view import decoding_view, skip_view
 from tests.accelerator import DEVICE
 from tests.exhaustive import representative
 from tests.families import REPRESENTATIVE, build
-from tests.generated import generated
+from tests.reference import generated
 
 pytestmark = pytest.mark.skipif(
     DEVICE != "cpu" or not packing._is_supported(torch.float32), reason="needs a processor that supports packed weights"

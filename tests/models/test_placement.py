@@ -1,22 +1,28 @@
-"""Targets that accelerate places: with offloaded weights the same output, on two devices every tensor on the right one."""
+"""Targets that accelerate places: the same output and every tensor in its place; the environment of a measurement."""
 
 from __future__ import annotations
 
 import gc
+import json
 import os
+import platform
 import subprocess
 import sys
 import weakref
 from pathlib import Path
 from typing import Any
 
+import hydra
+import mlflow
+import optuna
 import pytest
 import torch
+import transformers
 from torch.utils import backend_registration
 
 from layerskip import ConfigError, SpeculativeConfig, Target, generate, load_target
 from layerskip.heads.readout import Readout
-from layerskip.models.environment import machine
+from layerskip.models.environment import environment, git_commit, machine
 from tests.models.passes import LENGTH, METHODS, PROMPT, assert_every_method_gives, greedy
 from tests.tiny import save_tiny
 
@@ -83,3 +89,36 @@ def test_every_pass_of_a_split_model_stays_on_its_devices() -> None:
     variables = os.environ | {"CUDA_VISIBLE_DEVICES": "", "LAYERSKIP_TEST_DEVICE": "cpu"}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_the_machine_and_its_packages_are_described_in_plain_values(tiny_target: Target) -> None:
+    result = json.loads(json.dumps(environment(tiny_target), allow_nan=False))
+    assert (result["device"], result["threads"]) == ("cpu", torch.get_num_threads())
+    assert result["device_name"].strip()
+    assert platform.system() in result["platform"]
+    packages = {"torch": torch, "transformers": transformers, "optuna": optuna, "mlflow": mlflow, "hydra-core": hydra}
+    expected = {name: module.__version__ for name, module in packages.items()}
+    assert result["versions"] == expected | {"python": platform.python_version()}
+
+
+def test_the_commit_is_that_of_this_program_and_is_marked_if_its_code_was_changed(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        author = ("-c", "user.name=one", "-c", "user.email=one@example.com")
+        command = ["git", "-C", str(tmp_path), *author, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    assert git_commit(tmp_path) is None
+    git("init")
+    for name in ("layerskip", "searches", "conf"):
+        (tmp_path / name / "models").mkdir(parents=True)
+        (tmp_path / name / "models" / "environment.py").write_text("one")
+    (tmp_path / "README.md").write_text("one")
+    git("add", "README.md")
+    git("commit", "-m", "another project")
+    assert git_commit(tmp_path) is None
+    git("add", ".")
+    git("commit", "-m", "all")
+    (tmp_path / "README.md").write_text("two")
+    assert git_commit(tmp_path) == git("rev-parse", "HEAD")
+    (tmp_path / "searches" / "more.py").write_text("one")
+    assert git_commit(tmp_path) == f"{git('rev-parse', 'HEAD')}-dirty"

@@ -137,6 +137,12 @@ def test_what_cannot_be_quantised_is_refused_with_its_reason(
     assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(("name", "method"), [("torchao-int4", "torchao"), ("fp8", "fp8")])
+def test_a_mode_for_a_card_is_a_setting_of_transformers(name: str, method: str) -> None:
+    found = weights.quantization_config(name, torch.bfloat16, torch.device("cuda"))
+    assert found.quant_method == method
+
+
 def test_files_and_models_of_which_nothing_can_be_quantised_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(TargetError, match=r"^target\.quantization: .*GGUF"):
         _load(save_gguf(tiny_folder, tmp_path / "tiny.gguf"), "torchao-int8")

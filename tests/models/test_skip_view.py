@@ -6,7 +6,7 @@ import copy
 import gc
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -136,6 +136,60 @@ def test_the_last_view_of_a_model_is_cached() -> None:
     last = cached_skip_view(model, other)
     model.get_input_embeddings().weight = torch.nn.Parameter(torch.ones(64, 32, device=DEVICE))
     assert cached_skip_view(model, other) is not last
+
+
+def _forgetting(model: PreTrainedModel) -> None:
+    """Count positions from 0 in every pass."""
+    own = model.model.rotary_emb.forward
+    model.model.rotary_emb.forward = lambda hidden, position_ids: own(hidden, position_ids - position_ids[:, :1])
+
+
+def _recurrent(model: PreTrainedModel) -> None:
+    """Keep a state outside the cache, which grows with every pass."""
+    state = torch.zeros(32, device=DEVICE)
+    model.get_input_embeddings().register_forward_hook(lambda _, args, output: output + state.add_(output[0, -1]))
+
+
+def _renamed(model: PreTrainedModel) -> None:
+    """Take the cache by another name."""
+    own = model.forward
+    model.forward = lambda input_ids, cache=None, **_: own(input_ids)
+
+
+def _demanding(model: PreTrainedModel) -> None:
+    """Need an image, too."""
+    own = model.forward
+    model.forward = lambda image, **inputs: own(**inputs)
+
+
+def _unlisted(model: PreTrainedModel) -> None:
+    """Have one list of more modules than layers."""
+    model.config.num_hidden_layers -= 1
+
+
+def _direct(model: PreTrainedModel) -> None:
+    """Compute an MLP without calling its module."""
+    mlp = model.model.layers[2].mlp
+    model.model.layers[2].forward = lambda hidden_states, **_: hidden_states + mlp.forward(hidden_states)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_forgetting, "its cache does not rewind: tokens before a pass do not count as in one pass"),
+        (_recurrent, "its cache does not rewind: rejected tokens change later logits"),
+        (_renamed, "it does not store keys and values in the cache it is given, so it cannot rewind"),
+        (_demanding, r"it does not decode on a key-value cache that can rewind \(.* argument: 'image'\)"),
+        (_unlisted, "it has no list of all its decoder layers"),
+        (_direct, "layer 2, or one of its sub-layers, does not run in a forward pass"),
+    ],
+)
+def test_a_model_that_computes_otherwise_is_refused_with_the_reason(
+    change: Callable[[PreTrainedModel], None], reason: str
+) -> None:
+    change(model := build("llama"))
+    with pytest.raises(UnsupportedModel, match=f"^LlamaForCausalLM: {reason}$"):
+        skip_view(model, DraftPlan.none(LAYERS))
 
 
 @pytest.mark.parametrize("family", REFUSED)

@@ -21,7 +21,7 @@ from layerskip.scan.scan import Scanner
 from layerskip.texts.continuations import Continuation
 from tests.accelerator import DEVICE
 from tests.families import build
-from tests.processors import processed_probs
+from tests.reference import processed_probs
 
 Tokens = tuple[int, ...]
 Outcome = tuple[float, int, int]

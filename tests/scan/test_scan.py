@@ -26,14 +26,14 @@ from layerskip.scan.scan import Scanner
 from layerskip.texts.continuations import Continuation, continue_prompts
 from searches.predict.mask_search import drafting_with
 from tests.accelerator import DEVICE
-from tests.allocations import peak_bytes
 from tests.exhaustive import EXHAUSTIVE, representative
 from tests.families import build
+from tests.resources import peak_bytes
 
 Rounds = list[list[Round]]
 THRESHOLDS = (0.05, 0.1, 0.3)
 STOPS = (StopRule(), *(StopRule("threshold", value) for value in THRESHOLDS))
-GREEDY = Sampling()
+GREEDY, PENALISED = Sampling(), Sampling(repetition_penalty=1.3)
 FAMILIES = representative(
     ("deepseek_v3", "gemma3_text", "gpt2", "llama", "llama4_text"), ("cohere", "gemma2", "mistral", "mixtral", "phi")
 )
@@ -59,8 +59,8 @@ def random_mask(layers: int, source: random.Random, share: float) -> DraftPlan:
     return DraftPlan(*flags)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_scan_replays_the_real_decoder(family: str) -> None:
+@pytest.mark.parametrize(("family", "sampling"), [*((name, GREEDY) for name in FAMILIES), ("llama", PENALISED)])
+def test_a_scan_replays_the_real_decoder(family: str, sampling: Sampling) -> None:
     """Prompts are longer than the windows of tests.families, and some continuations end early.
 
     ``LAYERSKIP_ALL_PROMPTS=1`` tests 20 masks with every draft length and stop rule instead of a few.
@@ -68,8 +68,8 @@ def test_a_scan_replays_the_real_decoder(family: str) -> None:
     target = Target(build(family))
     source = random.Random(family)
     prompts = [[source.randrange(3, 64) for _ in range(length)] for length in (5, 13)]
-    continuations = [continuation_of(target, i, prompt, GREEDY, 20) for i, prompt in enumerate(prompts)]
-    scanner = Scanner(target, continuations, GREEDY, depth=8, max_rows=40)
+    continuations = [continuation_of(target, i, prompt, sampling, 20) for i, prompt in enumerate(prompts)]
+    scanner = Scanner(target, continuations, sampling, depth=8, max_rows=40)
     scanner.check()
     count = 21 if EXHAUSTIVE else 3  # the empty mask, and random ones
     found = (random_mask(target.layers, source, share) for share in itertools.cycle((0.1, 0.3, 0.5)))
@@ -81,7 +81,7 @@ def test_a_scan_replays_the_real_decoder(family: str) -> None:
         pairs = [(1, STOPS[0]), (8, STOPS[0]), *((source.randint(2, 8), stop) for stop in STOPS[1:])]
         for length, stop in itertools.product(range(1, 9), STOPS) if EXHAUSTIVE else pairs[number % 2 :: 2]:
             config = SpeculativeConfig("layer_skip", length, mask=scan.mask.format(), stop=stop)
-            rounds = _rounds(target, continuations, config, GREEDY)
+            rounds = _rounds(target, continuations, config, sampling)
             assert scanner.rounds(scan, length, stop) == rounds, config.label()
             outcomes |= {(r.accepted > 0, r.accepted < r.drafted) for some in rounds for r in some if r.drafted}
             cut += rounds != scanner.rounds(scan, length, STOPS[0])
@@ -149,10 +149,17 @@ def test_what_was_not_scanned_is_refused(tiny_target: Target) -> None:
         sampled.rounds(other, 2, StopRule())
 
 
-def test_a_family_without_support_for_independent_rows_is_refused() -> None:
-    target = Target(build("gpt_neo"))  # it derives its own mask from a square one
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("gpt_neo", {}, "GPTNeoForCausalLM: cannot be scanned"),  # it derives its own mask from a square one
+        ("falcon", {"alibi": True}, r"cannot be scanned: its attention mask has the shape \(1, 4, "),  # a mask per head
+    ],
+)
+def test_a_family_without_independent_rows_is_refused(family: str, changes: dict[str, bool], reason: str) -> None:
+    target = Target(build(family, **changes))
     continuations = [continuation_of(target, 0, [5, 6, 7], GREEDY, 8)]
-    with pytest.raises(UnsupportedModel, match="GPTNeoForCausalLM: cannot be scanned"):
+    with pytest.raises(UnsupportedModel, match=reason):
         Scanner(target, continuations, GREEDY).check()
 
 

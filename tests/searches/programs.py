@@ -25,7 +25,7 @@ from mlflow.tracking import MlflowClient
 
 from searches.predict import preparation
 from tests.accelerator import DEVICE
-from tests.garbage import keep_imports
+from tests.resources import keep_imports
 
 REPOSITORY = Path(__file__).parents[2]
 QUICK = (

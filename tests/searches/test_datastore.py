@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from searches.training.texts import refuse_answers
 from tests.accelerator import DEVICE
 from tests.searches.conftest import Launch
 from tests.searches.programs import quick
+from tests.tiny import without_tokenizer
 
 
 def _common(folder: Path, outputs: Path) -> list[str]:
@@ -59,6 +61,8 @@ def test_a_corpus_and_own_outputs_become_a_datastore(tiny_folder: Path, tmp_path
         (["corpus=blank.txt", "output=empty"], "output: empty exists already"),
         (["inspect=empty"], "datastore: cannot read empty: "),
         (["own=true", "output=store", "max_new_tokens=0"], "max_new_tokens: "),
+        (["corpus=other.txt", "output=store"], "corpus: cannot read other.txt: 'utf-8' codec can't decode"),
+        (["corpus=blank.txt", "output=store", "target.path=bare"], "target: has no tokenizer to read a corpus with"),
     ],
 )
 def test_bad_input_ends_with_one_line(
@@ -67,6 +71,8 @@ def test_bad_input_ends_with_one_line(
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad.jsonl").write_text("[1]\n")
     (tmp_path / "blank.txt").write_text("")
+    (tmp_path / "other.txt").write_bytes("né".encode("latin-1"))
+    without_tokenizer(Path(shutil.copytree(tiny_folder, tmp_path / "bare")))
     done = launch("datastore", *_common(tiny_folder, tmp_path), *overrides, cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert done.stderr.startswith(f"error: {message}")

@@ -13,6 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from layerskip import Export, SpeculativeConfig, Target, load_target
+from layerskip.heads.eagle import EagleHead, EagleShape
+from layerskip.heads.folders import load_eagle
+from layerskip.models.trained_module import save_trained
 from tests.searches.conftest import Launch
 from tests.tiny import save_tiny
 
@@ -75,6 +78,22 @@ def test_kept_layers_are_written_as_a_model(target: Target, tmp_path: Path, expo
     tokens = torch.arange(8)[None]
     assert torch.equal(model(tokens).logits, target.model(tokens).logits)
     assert (tmp_path / "model" / "tokenizer.json").exists()
+
+
+@torch.inference_mode()
+def test_draft_models_and_heads_are_written_as_engines_load_them(target: Target, tmp_path: Path, exported: Exported) -> None:
+    small = load_target(str(save_tiny(tmp_path / "small", num_hidden_layers=1)), dtype="float32", device="cpu")
+    done = exported(SpeculativeConfig("draft_model", 3, draft_model=small.name), "draft=draft")
+    assert done.returncode == 0, done.stderr
+    tokens = torch.arange(8)[None]
+    draft = AutoModelForCausalLM.from_pretrained(tmp_path / "draft")
+    assert torch.equal(draft(tokens).logits, small.model(tokens).logits)
+    head = EagleHead(EagleShape.of(target, lookback=0))
+    save_trained(tmp_path / "head", head.shape.to_dict(), head.weights(), target, {})
+    config = SpeculativeConfig("eagle", 3, head=str(tmp_path / "head"), top_k=1)
+    done = exported(config, "draft=published", "engine=vllm")
+    assert done.returncode == 0, done.stderr
+    assert torch.equal(load_eagle(tmp_path / "published", target).fc.weight, head.fc.weight)
 
 
 REFUSED = [

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import signal
+import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -13,7 +15,7 @@ import pytest
 
 from layerskip import ConfigError
 from searches.results import ResultLog, exclusive, exclusive_if_free
-from tests.disk import fill
+from tests.resources import fill
 from tests.searches.programs import FORKS
 
 
@@ -65,6 +67,17 @@ def test_a_lock_is_free_until_it_is_held(name: str, tmp_path: Path) -> None:
         assert (mine, again) == (True, False)
     with exclusive(tmp_path / name), exclusive_if_free(tmp_path / name) as mine:
         assert not mine
+
+
+def test_a_program_waits_for_the_one_that_holds_a_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = contextlib.ExitStack()
+    other.enter_context(exclusive(tmp_path / "file"))
+    monkeypatch.setattr(time, "sleep", lambda _: other.close())  # the other one ends meanwhile
+    with exclusive(tmp_path / "file"), exclusive_if_free(tmp_path / "file") as mine:
+        assert not mine
+    assert capsys.readouterr().out == f"waiting for another program, which writes {tmp_path / 'file'}\n"
 
 
 def _forbid_locks(number: int) -> None:

@@ -21,7 +21,7 @@ from layerskip import SpeculativeConfig, generate, load_target
 from layerskip.files import digest
 from searches.training.trainer import HeadTrainer
 from tests.accelerator import DEVICE
-from tests.disk import fill
+from tests.resources import fill
 from tests.searches.conftest import Launch
 from tests.searches.programs import Fork, runs, sqlite, tracked
 from tests.tiny import save_tiny

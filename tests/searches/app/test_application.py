@@ -16,7 +16,7 @@ from layerskip.models.trained_module import save_trained
 from searches.app.application import explain
 from searches.app.checks import InputError
 from tests.accelerator import DEVICE
-from tests.disk import fill
+from tests.resources import fill
 from tests.searches.conftest import Launch
 from tests.searches.programs import QUICK, Fork, execute, fork, quick, tracked
 from tests.tiny import save_tiny

@@ -28,9 +28,15 @@ FAULTS = (
     *("html", "not_json", "other_form", "no_tokens", "too_many", "wrong", "strict", "plain_text", "other_metrics"),
     *("ends", "ends_uncounted", "no_text"),  # with its first token; with no token of its own; tokens without a text
     *("llama_cpp", "rejected"),  # in the words of another engine; all drafts
+    "refused",  # reports an error inside a stream
 )
 
-GARBAGE = {"html": "<html>an error page</html>", "not_json": "data: {nonsense", "other_form": 'data: {"choices": 5}'}
+GARBAGE = {
+    "html": "<html>an error page</html>",
+    "not_json": "data: {nonsense",
+    "other_form": 'data: {"choices": 5}',
+    "refused": 'data: {"error": {"message": "out of memory"}}',
+}
 
 
 def planted(prompt: list[int], count: int) -> list[int]:

@@ -56,6 +56,7 @@ def test_a_server_gets_all_parameters_of_sampling_and_a_strict_one_those_that_ha
         ("html", "not a piece of an answer: '<html>an error page</html>'"),
         ("not_json", "not a piece of an answer: 'data: {nonsense'"),
         ("other_form", "not a piece of an answer"),
+        ("refused", r'^the server reports {"message": "out of memory"}$'),
         ("no_tokens", "the answer has no tokens"),
         ("no_text", "the answer has no text, and 8 tokens"),
         ("too_many", "the answer has 11 tokens, and at most 8 were asked for"),

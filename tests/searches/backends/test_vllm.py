@@ -122,6 +122,8 @@ def test_a_trained_head_is_saved_in_vllms_layout_once(tiny_target: Target, tmp_p
         return Path(fields["model"])
 
     save_head(tiny_target, tmp_path / "head")
+    with pytest.raises(Unsupported, match=r"^config\.head: .* has no layout that vLLM loads; "):
+        vllm_config(tiny_target, SpeculativeConfig("eagle", 3, head=str(tmp_path / "head"), top_k=1))
     folder = served()
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     before = (folder / "model.safetensors").stat().st_mtime_ns
@@ -129,6 +131,21 @@ def test_a_trained_head_is_saved_in_vllms_layout_once(tiny_target: Target, tmp_p
     save_head(tiny_target, tmp_path / "head", lookback=2)
     with pytest.raises(Unsupported, match=r"^config\.head: .*lookback=0"):
         served()
+
+
+def test_draft_models_and_published_heads_are_served_from_their_own_folders(tiny_target: Target, tmp_path: Path) -> None:
+    backend = VllmBackend(tiny_target, python="py", folder=str(tmp_path / "served"))
+    backend._installed = {"versions": {"vllm": "0.32.0"}}
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}), encoding="utf-8")
+    draft = SpeculativeConfig("draft_model", 3, draft_model=tiny_target.name)
+    for config, folder in ((draft, tiny_target.name), (SpeculativeConfig("eagle", 3, head=str(tmp_path)), str(tmp_path))):
+        command = backend.arguments(config, 8123)
+        assert json.loads(command[command.index("--speculative-config") + 1])["model"] == folder
+    assert not (tmp_path / "served").exists()
+    quantized = Target(tiny_target.model, tiny_target.tokenizer, tiny_target.name, quantization="torchao-int8")
+    with pytest.raises(InputError, match=r"^target\.quantization: engines load models themselves"):
+        served_folder(quantized, tmp_path)
 
 
 def test_a_space_has_nothing_that_vllm_lacks(tiny_target: Target) -> None:

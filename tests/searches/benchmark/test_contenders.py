@@ -12,7 +12,7 @@ from layerskip import PromptSet, Sampling, Target, UnsupportedModel, generate, l
 from layerskip.measure.measure import Decoder, Task
 from searches.app.checks import InputError
 from searches.app.composition import compose_config
-from searches.benchmark.contenders import build_contenders
+from searches.benchmark.contenders import build_contenders, check_rows
 from searches.benchmark.peers import Peer
 from tests.searches.programs import NO_PEERS
 from tests.tiny import save_tiny
@@ -112,3 +112,16 @@ def test_peers_are_refused_by_field(model: Target) -> None:
         Peer(model, "beam")
     with pytest.raises(UnsupportedModel, match="its vocabulary is as large as the target's"):
         Peer(model, "universal", draft_model=model.name)
+    for override, reason in (
+        ("contenders.eagle=5", r"contenders\.eagle: 5 is not a configuration; null leaves the row out"),
+        ("+peers.transformers.beams=2", r"peers\.transformers\.beams: is not one of "),
+    ):
+        with pytest.raises(InputError, match=f"^{reason}"):
+            check_rows(compose_config("benchmark", [override]))
+
+
+def test_a_peer_decodes_in_a_dtype_of_its_own(model: Target) -> None:
+    peer = Peer(model, "plain", dtype="bfloat16")
+    assert (peer.target.dtype, model.dtype) == ("bfloat16", "float32")
+    result = peer([5, 6, 7], Task(max_new_tokens=8), lambda _: None)
+    assert result.tokens == generate(load_target(model.name, dtype="bfloat16"), [5, 6, 7], max_new_tokens=8).tokens

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +24,7 @@ from searches.engines import worker as engine_worker
 from searches.engines.peer import ADAPTERS, EnginePeer
 from tests.engines.known import SIZES, interpreter
 from tests.searches.engines.packages import OPENVINO, OPENVINO_GENAI, VLLM, XLLAMACPP
-from tests.tiny import save_tiny
+from tests.tiny import save_gguf, save_tiny
 
 pytestmark = pytest.mark.system
 
@@ -249,6 +250,29 @@ def test_llama_cpp_reads_the_file_of_the_target(
     _decoded("xllamacpp", _DRAFT, tmp_path / "model.gguf", end=10)
     drafting = module.Server.made[-1].speculative
     assert (drafting.types, drafting.draft.mparams.path, drafting.draft.n_max) == (["a draft"], "a folder", 4)
+
+
+@pytest.mark.parametrize("method", ["plain", "prompt_lookup"])
+def test_the_command_of_an_engine_has_the_model_and_the_lengths_of_the_peer(
+    target: Target, tmp_path: Path, python: str, method: str
+) -> None:
+    names = f"import sys\nsys.modules |= dict.fromkeys({_VLLM_MODULES}, sys.modules[__name__])\n"
+    (tmp_path / "packages" / "vllm.py").write_text(VLLM + names)
+    (tmp_path / "packages" / "xllamacpp.py").write_text(XLLAMACPP)
+    file = save_gguf(Path(target.name), tmp_path / "model.gguf")
+    options: dict[str, Any] = {"num_speculative_tokens": 4, "prompt_lookup_max": 2}
+    commands = {}
+    for engine, own in (("vllm", target), ("xllamacpp", load_target(str(file), dtype="float32", device="cpu"))):
+        with contextlib.closing(EnginePeer(own, tmp_path / "engines", engine, method, python, **options)) as peer:
+            commands[engine] = shlex.split(peer.command())
+    vllm, llama = commands["vllm"], commands["xllamacpp"]
+    assert vllm[:2] == ["vllm", "serve"] and Path(vllm[2], "model.safetensors").is_file()
+    assert vllm[3:7] == ["--dtype", "float32", "--generation-config", "vllm"]
+    assert llama[:3] == ["llama-server", "--model", str(file)]
+    drafting = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    assert [json.loads(text) for text in vllm[8:]] == ([] if method == "plain" else [drafting])
+    lengths = ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "2", "--spec-ngram-simple-size-m", "4"]
+    assert llama[5:] == ([] if method == "plain" else lengths)
 
 
 def test_llama_cpp_is_left_out_where_there_is_no_gguf_file(target: Target, tmp_path: Path) -> None:

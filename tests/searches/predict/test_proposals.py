@@ -85,6 +85,14 @@ def test_proposals_are_close_to_the_best_of_all_masks(seed: int) -> None:
     assert len(predictor.screened) == len(set(predictor.screened)) <= 150
 
 
+def test_a_space_of_few_masks_is_searched_whole() -> None:
+    predictor = _landscape(3, lambda mask: 0.1 * len(_parts(mask)))
+    found = propose(predictor, SearchSpace(3, protect_first=1, protect_last=1, ranges=LENGTHS), ProposalSettings(enqueued=9))
+    masks = ("", "attention:1", "mlp:1", "layers:1")
+    assert {prediction.config.mask for prediction in found} <= set(masks)
+    assert sorted(map(DraftPlan.format, predictor.screened)) == sorted(masks)
+
+
 def _parts(mask: DraftPlan) -> Parts:
     """Return the skipped sub-layers, each formatted as the mask that skips only it."""
     kinds = {"attention": mask.attention, "mlp": mask.mlp}

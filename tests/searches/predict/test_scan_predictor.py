@@ -48,12 +48,12 @@ def _seconds(profile: CostProfile, rounds: Iterable[Round], each: float) -> floa
 
 
 @pytest.fixture
-def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Target], ScanPredictor | None]:
+def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., ScanPredictor | None]:
     """Prepares a predictor."""
     monkeypatch.setattr("searches.predict.preparation.PROFILE_REPEATS", 2)
 
-    def prepare(target: Target) -> ScanPredictor | None:
-        space = SearchSpace(target.layers, protect_first=0, protect_last=0)
+    def prepare(target: Target, **changes: Any) -> ScanPredictor | None:
+        space = SearchSpace(target.layers, protect_first=0, protect_last=0, **changes)
         return Preparation(target, Sampling(), tmp_path).predictor(PROMPTS, 6, space, ScanSettings(), tmp_path / "scans", 0)
 
     return prepare
@@ -121,7 +121,7 @@ def test_stored_predictions_are_not_repeated(tiny_target: Target, tmp_path: Path
 def test_passes_have_as_many_rows_as_memory_allows(
     maximum: int,
     tiny_target: Target,
-    prepared: Callable[[Target], ScanPredictor | None],
+    prepared: Callable[..., ScanPredictor | None],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -145,11 +145,16 @@ def test_passes_have_as_many_rows_as_memory_allows(
 
 
 def test_a_model_that_cannot_be_scanned_has_no_predictor(
-    prepared: Callable[[Target], ScanPredictor | None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    prepared: Callable[..., ScanPredictor | None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Target, "encode", lambda self, prompt, field: [5, 6, 7])  # it has no tokenizer
     assert prepared(Target(build("gpt_neo"))) is None
     assert "GPTNeoForCausalLM: cannot be scanned" in capsys.readouterr().out
+    ending = Target(build("llama", eos_token_id=list(range(64))))
+    assert prepared(ending) is None
+    assert "scan: every continuation ends at once; there is nothing to scan" in capsys.readouterr().out
+    assert prepared(ending, methods=("none", "layer_skip"), ranges={"layer_skip": {"stop": ("adaptive",)}}) is None
+    assert "scan: adaptive stop rules, the only ones of the space, are not predicted" in capsys.readouterr().out
 
 
 def _continuation(length: int, new: int = 64) -> Continuation:

@@ -16,6 +16,9 @@ import pytest
 from optuna.trial import TrialState, create_trial
 
 from layerskip import DraftPlan, PromptSet
+from layerskip.measure.losslessness import Divergence, Losslessness
+from layerskip.measure.measurement import Sample
+from layerskip.prompts import PromptItem
 from searches.app.checks import InputError
 from searches.report import charts
 from searches.report import markdown as report
@@ -23,6 +26,7 @@ from searches.report.page import FINISHED, LiveView, Page, write_page
 from searches.report.tables import pareto_front, trial_tables
 from searches.study.finals import measure_finals
 from searches.study.objective import MeasureSettings
+from searches.tracking.names import DRIFTED, METRICS, STARTUP_SECONDS
 from searches.workers.pool import Workers
 from tests.searches.known import HELD_OUT, Known, lookup, run_known
 from tests.searches.report.pages import SKIP, engine_study, known_study, metrics_of, workers_study
@@ -232,6 +236,28 @@ def test_the_report_leaves_out_trials_that_were_not_run() -> None:
     text = report.summary(study, None)
     assert [line.split("|")[2].strip() for line in text.splitlines() if line.startswith("| ")] == ["trial", "0", "1", "2"]
     assert "4 trials: 0 stopped early, 1 not run (1 measured before)." in text
+
+
+class _Changing(Known):
+    """Its candidates write other tokens."""
+
+    @staticmethod
+    def _sample(item: PromptItem, seconds: float) -> Sample:
+        changed = Losslessness(1, (Divergence(item.id, 1, 9.0, 0.0),))
+        return replace(Known._sample(item, seconds), lossless=changed if seconds < 1 else Losslessness(1))
+
+
+def test_the_report_names_changed_outputs_drift_and_the_seconds_of_starts() -> None:
+    fast, slow = lookup(4), lookup(6)
+    study = run_known(_Changing({fast: 1.5, slow: 0.5}, exact=False), slow, fast)
+    copied = optuna.create_study(direction="maximize")
+    for trial, seconds in zip(study.trials, (3.0, 5.0), strict=True):
+        trial.user_attrs = trial.user_attrs | {METRICS: {STARTUP_SECONDS: seconds}, DRIFTED: 2}
+        copied.add_trial(trial)
+    text = report.summary(copied, None)
+    assert "Trials [1] changed an output beyond a near-tie; they cannot win." in text
+    assert "2 trials began with 4.0 seconds of compiling" in text
+    assert "speed changed on 4 prompts, which were measured again" in text
 
 
 def test_the_front_is_what_no_other_point_exceeds() -> None:

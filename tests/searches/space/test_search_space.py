@@ -231,6 +231,8 @@ def test_every_space_with_cascades_has_one_among_its_starting_points(method: str
         ),
         ({"ranges": {"prompt_lookup": {"prompt_lookup_min": (3, 2)}}}, "ranges.prompt_lookup.prompt_lookup_min"),
         ({"ranges": {"eagle": {"min_token_prob": (0, 0.5)}}}, "ranges.eagle.min_token_prob"),
+        ({"ranges": {"prompt_lookup": {"prompt_lookup_min": (3, 4), "prompt_lookup_max": (1, 2)}}}, "ranges.prompt_lookup"),
+        ({"methods": ("none", "cascade")}, "methods: a cascade is prompt_lookup and another method"),
         ({"protect_first": -1}, "protect_first"),
         ({"protect_first": 6, "protect_last": 6}, "protect_first"),
         ({"masks": ("layers:40",)}, "masks"),

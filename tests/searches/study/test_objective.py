@@ -22,6 +22,7 @@ from searches.backends.layerskip import LayerskipBackend
 from searches.report.markdown import summary
 from searches.space.search_space import SearchSpace
 from searches.study.bench import BASELINE, ModelBench
+from searches.study.cascade_costs import CostTimer
 from searches.study.finals import Finalist, Finals, RunControl, measure_held_out
 from searches.study.objective import MeasureSettings, Objective, OutputChanged
 from searches.study.study import StudySettings, finished, run_trials
@@ -177,3 +178,16 @@ def test_a_study_of_outputs_that_end_at_once_is_refused(tiny_folder: Path) -> No
     assert [trial.state for trial in study.trials] == [TrialState.FAIL]
     with pytest.raises(PromptError, match="^prompts: every held-out output ends with its first token"):
         measure_held_out({LOOKUP: 2.0}, objective.bench, PROMPTS, SETTINGS, 0)
+
+
+def test_equal_members_are_timed_once(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = Mock(side_effect=lambda target, config, context, *_, **__: context / 10)
+    monkeypatch.setattr("searches.study.cascade_costs.time_drafting", timed)
+    timer, known = CostTimer(tiny_target, Sampling(), 9, 0), dict[str, float]()
+    lookup, other = SpeculativeConfig("prompt_lookup"), SpeculativeConfig("layer_skip", 5, mask="attention:1")
+    skip, longer = (SpeculativeConfig("layer_skip", length, mask="layers:1") for length in (3, 5))
+    for _ in range(2):
+        assert timer.draft_costs((lookup, skip, longer), known) == (0.0, 0.9, 0.9)
+        assert timer.draft_costs((lookup, other), known) == (0.0, 0.9)
+        assert timer.draft_costs((lookup, lookup), known) == ()
+    assert [call.args[1].mask for call in timed.call_args_list] == ["layers:1", "attention:1"]

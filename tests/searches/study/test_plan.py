@@ -46,6 +46,18 @@ def test_another_draft_model_or_head_in_the_same_folder_is_another_study(tmp_pat
         heads.append(described("eagle", f"space.ranges.eagle.head=[{head}]"))
     assert drafts[0] != drafts[1]
     assert heads[0] != heads[1]
+    (head / "model.safetensors").mkdir()
+    with pytest.raises(InputError, match=f"^space: cannot read the head {head}: "):
+        described("eagle", f"space.ranges.eagle.head=[{head}]")
+
+
+def test_engines_are_measured_greedily_beside_the_own_decoder_only(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "chosen_engines", lambda _: ("vllm",))
+    for override, reason in (("sampling=nucleus", "greedily"), ("backend=vllm", "beside backend=layerskip on a CPU")):
+        with pytest.raises(InputError, match=f"^engines: are measured {reason}"):
+            _plan(tiny_folder, override)
 
 
 def test_heads_draft_chains_if_trees_cannot_be_verified(tmp_path: Path) -> None:

@@ -20,12 +20,12 @@ from sqlalchemy import Engine, event
 
 from layerskip.measure.measurement import Sample
 from searches.app.checks import InputError
-from searches.connections import RetryingStorage, sqlite_url
+from searches.connections import RetryingStorage, sqlite_file, sqlite_url, without_password
 from searches.study import storage
 from searches.study.storage import joined, open_database
 from searches.study.study import StudySettings, run_trials
 from searches.workers.pool import Workers
-from tests.disk import fill
+from tests.resources import fill
 from tests.searches.known import Known, lookup, objective_of
 
 
@@ -182,3 +182,23 @@ def test_a_process_alone_reads_trials_again_after_each_of_its_changes(tmp_path: 
     assert [each.state.name for each in study.trials] == ["COMPLETE", "WAITING"]
     assert study.ask().number == 1
     assert [each.state.name for each in study.trials] == ["COMPLETE", "RUNNING"]
+
+
+@pytest.mark.parametrize("name", ["plain", "q?x=1", "50%20off", "a%3Fb%", "#é [x]'y,=+&:@"])
+def test_the_url_of_a_file_names_it(name: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    url = sqlite_url(file)
+    assert (sqlite_file(url), without_password(url)) == (file, url)
+    with sqlalchemy.create_engine(url).begin() as connection:
+        connection.exec_driver_sql("CREATE TABLE t (a)")
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("url", ["http://host/x", "sqlite://", "sqlite:///:memory:", "mlruns", "postgresql://h:x/y"])
+def test_other_urls_name_no_file(url: str) -> None:
+    assert sqlite_file(url) is None
+    assert without_password(url) == url
+
+
+def test_a_password_is_hidden() -> None:
+    assert without_password("postgresql://me:secret@host/it") == "postgresql://me:***@host/it"

@@ -25,7 +25,7 @@ from searches.study import study
 from searches.tracking import store
 from searches.tracking.store import open_experiment
 from searches.tracking.tracker import Tracker
-from tests.disk import fill
+from tests.resources import fill
 from tests.searches.conftest import Launch
 from tests.searches.programs import quick, runs, sqlite, tracked
 from tests.searches.tracking.server import served

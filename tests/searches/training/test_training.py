@@ -22,7 +22,7 @@ from searches.app.checks import InputError
 from searches.tracking.tracker import Tracker
 from searches.training.texts import drafted_tokens, opening_texts, write_texts
 from searches.training.trainer import HeadTrainer, check_training_folder
-from tests.drafters.heads import tiny
+from tests.drafters.members import tiny
 from tests.searches.programs import tracked
 from tests.tiny import save_tiny
 

@@ -1,4 +1,4 @@
-"""Memory measurements compared with allocations of known size, and work without enough memory, which is left out."""
+"""Memory compared with allocations of known size, and work without enough of it; reads of several tensors in one copy."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ import torch
 
 from layerskip.device import memory
 from layerskip.device.memory import PeakMemory, within_memory
+from layerskip.device.transfer import _read_packed, begin_reading, copy_to_device, read_to_host
+from layerskip.device.trial import first_line
+from tests.accelerator import DEVICE
 from tests.searches.programs import fork
 
 MEBIBYTE = 2**20
@@ -94,3 +97,31 @@ def test_the_lowest_limit_of_the_control_groups_counts(
     monkeypatch.setattr(memory, "_GROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(memory, "_LIMITS", tmp_path / "root")
     assert memory.total_bytes() == 4096
+
+
+def test_tensors_that_are_read_together_keep_their_values_and_shapes() -> None:
+    tensors = (
+        torch.tensor([1, -(2**62), 2**53 + 1], device=DEVICE),
+        torch.tensor([[0.1, -1e30], [float("inf"), -0.0]], device=DEVICE).T,
+        torch.empty(0, dtype=torch.int64, device=DEVICE),
+        torch.tensor([0.1], dtype=torch.float64, device=DEVICE),
+        torch.tensor(0.1, dtype=torch.bfloat16, device=DEVICE),
+    )
+    expected = [[1, -(2**62), 2**53 + 1], tensors[1].tolist(), [], [0.1], tensors[4].item()]
+    assert _read_packed(tensors) == read_to_host(*tensors) == expected
+    assert [begin_reading(part)() for part in tensors] == expected
+    for values in ([[1, 2], [3, 4]], torch.tensor([True, False])):
+        assert copy_to_device(values, torch.device(DEVICE)).tolist() == torch.as_tensor(values).tolist()
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ("no\nsuch thing", "no"),
+        ("raised:\nLoweringException: no\n\nSet a variable", "raised: LoweringException: no"),
+        ("it ends:", "it ends:"),
+        ("\n", "ValueError"),
+    ],
+)
+def test_an_error_is_one_line(message: str, line: str) -> None:
+    assert first_line(ValueError(message)) == line

@@ -1,4 +1,4 @@
-"""Tests that a profile recovers the costs of all parts, with a clock that advances by a known cost for each part."""
+"""A profile recovers the costs of all parts by a clock that counts them, adds up to its formula, and times drafts."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from layerskip import DraftPlan, Sampling, StopRule, Target
+from layerskip import DraftPlan, Sampling, SpeculativeConfig, StopRule, Target
 from layerskip.costs import profile as profiling
 from layerskip.costs import timing
 from layerskip.costs.cost_model import CostProfile, in_steps
 from layerskip.costs.profile import profile_costs
-from layerskip.costs.timing import time_verification
+from layerskip.costs.timing import time_drafting, time_verification
 from layerskip.decoding.decode import Stops, decode
+from layerskip.decoding.draft import Draft
+from layerskip.decoding.drafter import Context
 from layerskip.drafters import layer_skip
 from layerskip.drafters.layer_skip import LayerSkip
 from layerskip.models import skip_view as skip_views
 from layerskip.models.architecture import architecture
 from layerskip.models.skip_view import skip_view
-from layerskip.scan.replay import count
+from layerskip.scan.replay import Counts, count
+from tests.drafters.members import Member
 from tests.families import build
 
 LONGEST = 4
@@ -158,3 +161,81 @@ def test_chains_are_timed(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -
     seconds = time_verification(target, 12, 5, sampling, repeats=2)
     assert seconds == pytest.approx([step + ROW * count for count in range(6)])
     assert in_steps(seconds) == pytest.approx([1 + ROW * count / step for count in range(1, 6)], abs=0.005)
+
+
+LOOKUP = SpeculativeConfig("prompt_lookup")
+SKIP = SpeculativeConfig("layer_skip", 3, mask="layers:1")
+
+
+@pytest.fixture
+def passes() -> list[Any]:
+    """The passes that the clock counts."""
+    return []
+
+
+@pytest.fixture
+def target(passes: list[Any], monkeypatch: pytest.MonkeyPatch) -> Target:
+    """A target whose passes, and those of its views, are counted."""
+    model = build("llama", 1, vocab_size=VOCABULARY).cpu()  # on a GPU captured passes run without the model
+    model.get_input_embeddings().register_forward_pre_hook(lambda *given: passes.append(given))
+    monkeypatch.setattr(timing, "now", lambda device: float(len(passes)))
+    return Target(model, None, "toy")
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)])
+def test_a_token_of_a_chain_costs_one_pass(target: Target, sampling: Sampling) -> None:
+    """One pass is also the cost of a step. The draft length has no effect."""
+    assert time_drafting(target, LOOKUP, 9) == 0.0
+    for length in (1, 3, 20):
+        config = SpeculativeConfig("layer_skip", length, mask="layers:1")
+        assert time_drafting(target, config, 9, sampling) == 1.0
+
+
+class _Trees(Member):
+    """Drafts a tree of three levels with six passes, and nothing after more tokens than it can read."""
+
+    def __init__(self, passes: list[Any], maximum: int, at_once: bool) -> None:
+        super().__init__()
+        self._passes, self._most, self.single_pass = passes, maximum, at_once
+
+    def draft(self, context: Context, limit: int) -> Draft:
+        if len(context.tokens) > self._most:
+            return Draft.empty(context.last.device)
+        self._passes += [None] * 6
+        return Draft.of_tree([1, 2, 3, 4], [-1, 0, 1, -1], context.last.device)
+
+
+@pytest.mark.parametrize(("at_once", "cost"), [(False, 2.0), (True, 6.0)])
+@pytest.mark.parametrize("maximum", [1000, 100, 0])
+def test_the_cost_of_a_tree_is_that_of_a_level(
+    at_once: bool, cost: float, maximum: int, target: Target, passes: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timing, "build_drafter", lambda config, target: _Trees(passes, maximum, at_once))
+    assert time_drafting(target, SKIP, 300) == (cost if maximum else 0.0)
+
+
+PROFILE = CostProfile(10, 1.0, 0.5, (2.0, 3.0), (4.0, 5.0), 0.25, 0.5, (20.0, 21.0, 24.0))
+
+
+@pytest.mark.parametrize(
+    ("mask", "seconds"),
+    [("", 16.0), ("attention:0", 14.0), ("mlp:1", 11.0), ("layers:0", 9.5), ("layers:0-1", 1.0)],
+)
+def test_a_draft_pass_costs_what_it_keeps(mask: str, seconds: float) -> None:
+    assert PROFILE.draft_seconds(DraftPlan.parse(mask, 2)) == seconds
+
+
+def test_seconds_follow_from_counts() -> None:
+    counts = Counts(tokens=7, verified=(1, 1, 2))
+    mask = DraftPlan.parse("layers:0", 2)
+    assert PROFILE.seconds(counts, mask, StopRule()) == pytest.approx(5 * 9.5 + 3 * 0.5 + 20 + 21 + 2 * 24)
+    assert PROFILE.seconds(counts, mask, StopRule("threshold", 0.5)) == pytest.approx(5 * 9.75 + 3 * 0.5 + 20 + 21 + 2 * 24)
+    assert PROFILE.speedup(counts, mask, StopRule()) == pytest.approx(7 * 20 / (5 * 9.5 + 1.5 + 89))
+    with pytest.raises(ValueError, match="verified"):
+        PROFILE.seconds(Counts(1, (0, 0, 0, 1)), mask, StopRule())
+    assert PROFILE.lookup_speedup(counts) == pytest.approx(7 * 20 / 89)
+    assert CostProfile.from_dict(json.loads(json.dumps(PROFILE.to_dict()))) == PROFILE
+
+
+def test_a_step_that_was_disturbed_gives_costs_of_at_least_one() -> None:
+    assert in_steps([1.4, 0.1, 1.5, 2.8]) == (1.0, 1.07, 2.0)

@@ -1,15 +1,17 @@
-"""Logits that are not finite end decoding by name; -inf of single tokens and the NaN of a drafter change nothing."""
+"""Half precision decodes the tokens of transformers up to near-ties; logits that are not finite end decoding by name."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from layerskip import Sampling, Target, UnsupportedModel
+from layerskip import Sampling, SpeculativeConfig, Target, UnsupportedModel, generate, load_target
 from layerskip.config import StopRule
 from layerskip.decoding.decode import decode
 from layerskip.decoding.draft import Draft
@@ -19,6 +21,7 @@ from layerskip.device.trial import nearly_equal
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.eagle import Eagle
 from layerskip.heads.eagle import EagleHead, EagleShape
+from layerskip.measure.losslessness import find_divergence
 from layerskip.models.architecture import architecture
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import NotFinite
@@ -27,6 +30,7 @@ from tests.chi_square import assert_follows
 from tests.drafters.contract import greedy_tokens
 from tests.drafters.members import SECONDS, member_of
 from tests.families import build
+from tests.tiny import save_tiny
 
 PROMPT = [13, 14, 15, 13, 14, 15, 13]
 GREEDY = Sampling()
@@ -124,3 +128,42 @@ def test_infinities_are_equal_in_the_same_places_only() -> None:
         assert not nearly_equal(torch.tensor(other), reference)
         assert not nearly_equal(reference, torch.tensor(other))
     assert not nearly_equal(torch.tensor([NAN]), torch.tensor([NAN]))
+
+
+LENGTH = 24
+PROMPTS = ([7, 8, 9, 7, 8, 9, 7, 8, 10], [40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51], [200])
+CONFIGS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "prompt_lookup": {"prompt_lookup_min": 1},
+    "layer_skip": {"mask": "attention:1;mlp:2", "num_speculative_tokens": 3},
+    "token_recycling": {"min_token_prob": 0.0},
+    "retrieval": {"min_token_prob": 0.0},
+    "lookahead": {"window": 2, "num_speculative_tokens": 2},
+    "cascade": {"members": [{"method": "prompt_lookup"}, {"method": "layer_skip", "mask": "layers:1"}]},
+}
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3_text"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("half") / request.param, request.param, idle=[1])
+
+
+@pytest.fixture(scope="module", params=["float16", "bfloat16"])
+def target(request: pytest.FixtureRequest, folder: Path) -> Target:
+    return load_target(str(folder), dtype=request.param, device=DEVICE)
+
+
+@pytest.fixture(scope="module")
+def expected(target: Target) -> list[list[int]]:
+    """The new tokens of transformers' own greedy ``generate`` after each prompt."""
+    return [greedy_tokens(target, prompt, max_new_tokens=LENGTH, eos_token_id=None) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("method", CONFIGS)
+def test_outputs_differ_at_near_ties_only(target: Target, expected: list[list[int]], method: str) -> None:
+    config = SpeculativeConfig.from_dict({"method": method} | CONFIGS[method])
+    for prompt, tokens in zip(PROMPTS, expected, strict=True):
+        found = generate(target, prompt, config, max_new_tokens=LENGTH)
+        divergence = find_divergence(target, "p", prompt, tokens, found.tokens, Sampling())
+        assert divergence is None or divergence.near_tie
+        assert method not in ("layer_skip", "cascade") or found.stats.mean_acceptance_length > 1

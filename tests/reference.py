@@ -1,9 +1,11 @@
-"""Logits after the processors of transformers' ``generate``: the reference for every distribution in these tests."""
+"""Logits and outputs of transformers' own ``generate``, the reference of distributions and of greedy decoding."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, tensor
 from transformers import (
     LogitsProcessorList,
@@ -36,3 +38,11 @@ def processed_scores(prefix: Sequence[int], logits: Tensor, sampling: Sampling) 
 def processed_probs(prefix: Sequence[int], logits: Tensor, sampling: Sampling) -> Tensor:
     """``[V]`` float32: the softmax of :func:`processed_scores`."""
     return processed_scores(prefix, logits, sampling).softmax(-1)
+
+
+def generated(model: Any, prompt: Sequence[int], count: int, **options: Any) -> list[int]:
+    """The new tokens after a prompt of token ids, at most ``count``; they end at an end token of the model."""
+    ids = torch.tensor([list(prompt)], device=None if model.device.type == "meta" else model.device)  # if it is offloaded
+    options = {"do_sample": False, "max_new_tokens": count} | options
+    tokens: list[int] = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :].tolist()
+    return tokens
