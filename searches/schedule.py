@@ -13,6 +13,7 @@ The export holds the schedule; ``searches.export`` prints the command that start
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import sys
@@ -25,26 +26,28 @@ from typing import Any
 import numpy as np
 from hydra.utils import instantiate
 from matplotlib.figure import Figure
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
+from scipy.stats import fisher_exact
 
 from layerskip import Export, Measurement, PromptSet, Sampling, SpeculativeConfig, Target
 from layerskip.config import methods
 from layerskip.export import attachment_digests
 from layerskip.files import digest, write_json
-from layerskip.measure.measurement import MIN_RESAMPLED
+from layerskip.measure.measurement import MIN_RESAMPLED, check_output
 from layerskip.models.environment import environment
 from searches.app.application import run
 from searches.app.checks import InputError, check_flag, check_list, check_number, check_seed, check_whole
 from searches.app.targets import command_line
-from searches.backends.backend import BASELINE, CANDIDATE, BackendError, Workload
+from searches.backends.backend import BASELINE, CANDIDATE, Backend, BackendError, Workload
 from searches.backends.running_engine import request_metrics
-from searches.backends.selection import closing, described, make_backend
+from searches.backends.selection import backend_alone, closing, described
 from searches.backends.served import ServedBackend
 from searches.progress import say
 from searches.report.tables import Row, as_markdown, conditions
 from searches.results import ResultLog, record_header
 from searches.study.bench import ModelBench, resumed_rows
 from searches.study.plan import check_prompts
+from searches.tracking.names import METRICS
 from searches.tracking.tracker import Tracker
 
 GOALS = ("tpot", "throughput", "p95_tpot", "p95_ttft")
@@ -52,6 +55,7 @@ GOALS = ("tpot", "throughput", "p95_tpot", "p95_ttft")
 _SCHEDULE = "schedule"
 _AGAIN = "again"  # plain decoding once more, whose differing outputs are the noise of the engine
 _TIE = 0.01  # share of speed that a shorter draft may cost
+_CHANCE = 0.05  # probability below which more changed outputs are not by chance
 _CLOSE = 0.05  # share by which a length may miss the best prediction and still be measured
 _RESAMPLES = 2000
 
@@ -86,53 +90,46 @@ class Loads:
 
 @dataclass(frozen=True)
 class Cell:
-    """One draft length at one number of requests, against plain decoding; a length of 0 stands for a schedule.
+    """A draft length at one number of requests, against plain decoding.
 
     Args:
         speedup: of the goal, above 1 if better than plain decoding, with its interval of 95 %.
+        measurement: :meth:`layerskip.Measurement.to_dict`, in which the speedup is that of decoding or of throughput.
         metrics: of :func:`~searches.backends.running_engine.request_metrics`.
-        near_ties, differing: outputs that differ from plain decoding's by rounding, and otherwise; ``noise`` are those
-            in which plain decoding differs from itself otherwise.
+        noise: outputs in which plain decoding, measured again, differs from itself, without near-ties.
         predicted: the speedup that was expected.
     """
 
     concurrency: int
     num_speculative_tokens: int
     speedup: tuple[float, float, float]
+    measurement: Mapping[str, Any]
     metrics: Mapping[str, float]
-    prompts: int
-    mean_acceptance_length: float
-    near_ties: int = 0
-    differing: int = 0
     noise: int | None = None
     predicted: float | None = None
 
     @property
     def keeps_output(self) -> bool:
-        """Whether no more outputs changed than those of plain decoding do by themselves."""
-        return self.differing <= (self.noise or 0)
+        """Whether not significantly more outputs changed than those of plain decoding do by themselves."""
+        checked, noise = self.measurement["losslessness"], self.noise or 0
+        if not noise:
+            return not checked["different"]
+        counts = [[changed, max(0, checked["compared"] - changed)] for changed in (checked["different"], noise)]
+        return float(fisher_exact(counts, alternative="greater").pvalue) >= _CHANCE
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, with the interval as ``speedup_low`` and ``speedup_high``."""
-        return asdict(self) | dict(zip(("speedup", "speedup_low", "speedup_high"), self.speedup, strict=True))
+        own = {name: value for name, value in asdict(self).items() if name not in ("measurement", "speedup")}
+        shown = {name: self.measurement[name] for name in ("prompts", "mean_acceptance_length", "losslessness")}
+        return own | shown | dict(zip(("speedup", "speedup_low", "speedup_high"), self.speedup, strict=True))
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, Any]], loads: Loads, concurrency: int, length: int) -> Cell:
         """Judge the rows of a comparison."""
-        measured = Measurement.of(rows, BASELINE, CANDIDATE)
-        different = [each for each in measured.lossless.divergences if not each.near_tie]
-        again = Measurement.of(rows, BASELINE, _AGAIN)
-        return cls(
-            concurrency,
-            length,
-            _speedup(measured, loads.percentile),
-            request_metrics(measured),
-            measured.prompts,
-            measured.stats.mean_acceptance_length,
-            len(measured.lossless.divergences) - len(different),
-            len(different),
-            sum(not each.near_tie for each in again.lossless.divergences) if again.candidate else None,
-        )
+        measured, again = (Measurement.of(rows, BASELINE, name) for name in (CANDIDATE, _AGAIN))
+        speedup, metrics = _speedup(measured, loads.percentile), request_metrics(measured)
+        noise = again.lossless.to_dict()["different"] if again.candidate else None
+        return cls(concurrency, length, speedup, measured.to_dict(), metrics, noise)
 
 
 def _speedup(measured: Measurement, percentile: str | None) -> tuple[float, float, float]:
@@ -169,10 +166,10 @@ def predicted(cell: Cell, measured: Measurement, length: int) -> float:
     return tokens / (tokens - with_drafts + with_drafts / (1 + accepted) * (1 + (cost - 1) * share))
 
 
-def worth_trying(predictions: Mapping[int, Mapping[int, float]]) -> list[int]:
+def worth_trying(speedups_by_load: Mapping[int, Mapping[int, float]]) -> list[int]:
     """Return the lengths that may be the fastest at some number of requests, given speedups by number and length."""
     found = set[int]()
-    for speedups in predictions.values():
+    for speedups in speedups_by_load.values():
         best = max(1.0, *speedups.values())
         found |= {length for length, speedup in speedups.items() if speedup >= best * (1 - _CLOSE)}
     return sorted(found)
@@ -251,15 +248,18 @@ class Search:
             longest = chosen.pop(0)
             for cell, measured in self._measured(self.backend, longest, prompts, "tune"):
                 cells.append(cell)
-                predictions[cell.concurrency] = {length: predicted(cell, measured, length) for length in chosen}
-        if cells and chosen and predict:
+                expected = {length: predicted(cell, measured, length) for length in chosen}
+                predictions[cell.concurrency] = expected | {longest: cell.speedup[0]}
+        if cells and predict:
             worth = worth_trying(predictions)
             if left := sorted({*chosen} - {*worth}):
-                say(f"not measured, because they cannot be the fastest by what {longest} shows: {_listed(left)}")
-            chosen = worth
+                shown = ", ".join(map(str, left))
+                say(f"not measured, because they cannot be the fastest by what {longest} shows: {shown}")
+            chosen = [length for length in worth if length != longest]
         for length in sorted(chosen):
             for cell, _ in self._measured(self.backend, length, prompts, "tune"):
-                cells.append(replace(cell, predicted=predictions[cell.concurrency][length]))
+                expected_speedup = predictions[cell.concurrency][length] if self.loads.percentile is None else None
+                cells.append(replace(cell, predicted=expected_speedup))
         return cells
 
     def confirm(self, cells: Sequence[Cell], prompts: PromptSet, repeats: int) -> Confirmed:
@@ -270,7 +270,8 @@ class Search:
 
         def add(name: str, backend: ServedBackend, length: int) -> None:
             if found := self._measured(backend, length, prompts, "held-out", repeats):
-                measured[name] = [cell for cell, _ in found]
+                scheduled = lengths if backend.schedule else dict.fromkeys(numbers, length)
+                measured[name] = [replace(cell, num_speculative_tokens=scheduled[cell.concurrency]) for cell, _ in found]
 
         for length in sorted({cell.num_speculative_tokens for cell in cells}):
             add(f"always {length}", self.backend, length)
@@ -278,19 +279,25 @@ class Search:
         if len(set(lengths.values())) > 1:
             self.backend.close()  # its engines would hold memory
             scheduled = replace(self.backend, schedule=as_ranges(lengths))
-            with closing(scheduled):
+            with contextlib.closing(scheduled):
                 add(_SCHEDULE, scheduled, longest)
         elif longest and f"always {longest}" in measured:
             measured[_SCHEDULE] = measured[f"always {longest}"]
         if longest and _SCHEDULE not in measured:
             say("the schedule could not be measured on held-out prompts: no drafting")
             return Confirmed(dict.fromkeys(numbers, 0), measured)
-        lost = [cell for cell in measured.get(_SCHEDULE, ()) if cell.speedup[2] < 1 or not cell.keeps_output]
+        lost = [cell for cell in measured.get(_SCHEDULE, ()) if self._loses(cell)]
         for cell in lost:
-            if lengths[cell.concurrency]:
-                why = "is slower than plain decoding" if cell.keeps_output else "changes the output"
-                say(f"no drafting at {cell.concurrency} requests, where it {why} on held-out prompts")
+            why = "loses to plain decoding" if cell.keeps_output else "changes the output"
+            say(f"no drafting at {cell.concurrency} requests, where it {why} on held-out prompts")
         return Confirmed(lengths | {cell.concurrency: 0 for cell in lost}, measured)
+
+    def _loses(self, cell: Cell) -> bool:
+        """Whether a schedule that drafts loses at a number of requests: in output, in speed, or under the limit."""
+        if not cell.num_speculative_tokens:
+            return False
+        slower = cell.speedup[2] < 1 if self.loads.limit_seconds is None else not fastest([cell], self.loads)
+        return slower or not cell.keeps_output
 
     def _measured(
         self, backend: ServedBackend, length: int, prompts: PromptSet, stage: str, repeats: int = 1
@@ -299,9 +306,9 @@ class Search:
 
         In the held-out stage, plain decoding counts twice.
         """
-        config, shown = self.of_length(length), 0 if backend.schedule else length
+        config, name = self.of_length(length), _SCHEDULE if backend.schedule else f"length {length}"
         configs = {CANDIDATE: config} | ({_AGAIN: SpeculativeConfig()} if stage == "held-out" else {})
-        name, found = f"length {length}" if shown else _SCHEDULE, list[tuple[Cell, Measurement]]()
+        found: list[tuple[Cell, Measurement]] = []
         for concurrency in self.loads.concurrency:
             bench = ModelBench(backend, Sampling(), self.max_new_tokens, self.loads.workload(concurrency))
             rows: list[Mapping[str, Any]] = []
@@ -309,13 +316,14 @@ class Search:
                 measure = partial(bench.compare, configs, repeats=1, seed=self.seed + 1000 * repeat)
                 prefix = f"{stage} {digest([config.to_dict(), backend.schedule])[:8]} {concurrency} {repeat}"
                 try:
-                    rows += resumed_rows(measure, prompts, self.log, prefix)
+                    rows += resumed_rows(measure, prompts, self.log, prefix, together=concurrency > 1)
                 except BackendError as error:
                     if error.name != CANDIDATE:
                         raise
                     say(f"{stage}: {name} is left out: {error.reason}")
                     return []
-            cell = Cell.of(rows, self.loads, concurrency, shown)
+            check_output((row[BASELINE] for row in rows), "plain ")
+            cell = Cell.of(rows, self.loads, concurrency, length)
             say(f"{stage}: {name}, {concurrency} in flight: {_interval(cell)} x plain decoding")
             self.on_cell(f"{stage.replace('-', '_')}_{name.replace(' ', '_')}_speedup", cell)
             found.append((cell, Measurement.of(rows, BASELINE, CANDIDATE)))
@@ -324,74 +332,43 @@ class Search:
 
 def schedule(config: DictConfig) -> Confirmed:
     """Find the schedule, write the export and the report, and print it; ``conf/schedule.yaml`` is the configuration."""
-    check_seed(config.seed)
-    check_flag("predict", config.predict)
-    check_list("lengths", config.lengths, or_empty=False)
-    for length in config.lengths:
-        check_whole("lengths", length)
-    for name in ("max_new_tokens", "repeats"):
-        check_whole(f"measure.{name}", config.measure[name])
-    with open_dict(config):
-        asked = config.pop("workload")
-    loads = Loads(tuple(sorted(set(asked.concurrency))), asked.goal, asked.limit_seconds)
-    sampling: Sampling = instantiate(config.sampling)
-    if not sampling.greedy:
-        raise InputError("sampling: outputs are compared greedily; sampling=greedy")
+    loads = _checked(config)
     prompts: PromptSet = instantiate(config.prompts)
-    halves = [half.take(config.measure.prompts) for half in prompts.split()]
-    if (most := min(map(len, halves))) < max(loads.concurrency):
-        raise InputError(
-            f"workload.concurrency: {max(loads.concurrency)} requests need as many prompts in each half, which has {most}"
-        )
+    tune, held_out = (half.take(config.measure.prompts) for half in prompts.split())
+    if (most := min(len(tune), len(held_out))) < max(loads.concurrency):
+        needed = f"{max(loads.concurrency)} requests need as many prompts in each half"
+        raise InputError(f"workload.concurrency: {needed}, which has {most}")
     target: Target = instantiate(config.target)
     check_prompts(prompts, target, config.measure.max_new_tokens)
-    drafter = _drafter(config.config, target)
-    backend, _ = make_backend(config, target)
-    if not isinstance(backend, ServedBackend) or not backend.takes_schedules:
-        raise InputError("backend: takes no schedule; backend=vllm, or backend=server with {speculative_config}")
-    if (reason := backend.supports(drafter.method)) is not None:
-        raise InputError(f"config: {reason}")
-    settings = {"lengths": list(config.lengths), "measure": OmegaConf.to_container(config.measure), **asdict(loads)}
-    described_by = [
-        settings,
-        drafter.to_dict(),
-        attachment_digests(drafter),
-        prompts.digest,
-        backend.describe(),
-        config.seed,
-    ]
-    identity, folder = digest(described_by)[:12], Path(config.outputs) / "schedule"
-    unfinished = Path(config.outputs) / f"schedule-{identity}.jsonl"
-    tracker = Tracker(config.tracking.uri, Path(config.outputs), config.tracking.experiment)
+    backend = backend_alone(config, target)
+    drafter = _drafter(config.config, target, backend)
+    assert isinstance(backend, ServedBackend)
+    settings = {"lengths": sorted(config.lengths), "measure": OmegaConf.to_container(config.measure), **asdict(loads)}
+    identity = digest(
+        [settings, drafter.to_dict(), attachment_digests(drafter), prompts.digest, backend.describe(), config.seed]
+    )[:12]
+    outputs = Path(config.outputs)
+    unfinished, folder = outputs / f"schedule-{identity}.jsonl", outputs / "schedule"
+    tracker = Tracker(config.tracking.uri, outputs, config.tracking.experiment)
     texts = {"config.yaml": OmegaConf.to_yaml(config)}
-    where = environment(target)
-    tracker.open_study(f"schedule of {drafter.label()}", identity, settings, where, "schedule", prompts, texts)
+    tracker.open_study(f"schedule of {drafter.label()}", identity, settings, environment(target), "schedule", prompts, texts)
 
     def log(name: str, cell: Cell) -> None:
         tracker.log({name: cell.speedup[0]}, cell.concurrency)
 
     with tracker.closing(), closing(backend):
-        search = Search(
-            backend,
-            drafter,
-            loads,
-            sorted(config.lengths),
-            config.measure.max_new_tokens,
-            config.seed,
-            ResultLog(unfinished),
-            log,
-        )
-        cells = search.tune(halves[0], config.predict)
-        found = search.confirm(cells, halves[1], config.measure.repeats)
-        export = _export(found, search, target, halves[1])
-        export.save(folder / "best.json")
+        tokens = config.measure.max_new_tokens
+        search = Search(backend, drafter, loads, settings["lengths"], tokens, config.seed, ResultLog(unfinished), log)
+        cells = search.tune(tune, config.predict and loads.percentile is None)
+        found = search.confirm(cells, held_out, config.measure.repeats)
+        _export(found, search, target, held_out).save(folder / "best.json")
         record = record_header("layerskip.schedule/1", target) | {
             "settings": settings,
-            "max_new_tokens": config.measure.max_new_tokens,
+            "max_new_tokens": tokens,
             "repeats": config.measure.repeats,
             "config": drafter.to_dict(),
             "backend": backend.describe(),
-            "prompts": {"name": prompts.name, "count": len(halves[1]), "digest": halves[1].digest},
+            "prompts": {"name": prompts.name, "count": len(held_out), "digest": held_out.digest},
             "tune": [cell.to_dict() for cell in cells],
             "held_out": {name: _by_load(row) for name, row in found.cells.items()},
             "lengths": found.lengths,
@@ -409,19 +386,40 @@ def schedule(config: DictConfig) -> Confirmed:
     return found
 
 
-def _listed(lengths: Sequence[int]) -> str:
-    return ", ".join(map(str, lengths))
+def _checked(config: DictConfig) -> Loads:
+    """Refuse settings that cannot be used, before anything is loaded, and return the loads."""
+    check_seed(config.seed)
+    check_flag("predict", config.predict)
+    check_list("lengths", config.lengths, or_empty=False)
+    for length in config.lengths:
+        check_whole("lengths", length)
+    for name in ("max_new_tokens", "repeats", "prompts"):
+        if name != "prompts" or config.measure.prompts is not None:
+            check_whole(f"measure.{name}", config.measure[name])
+    if not instantiate(config.sampling).greedy:
+        raise InputError("sampling: outputs are compared greedily; sampling=greedy")
+    if config.backend.get("schedule"):
+        raise InputError("backend.schedule: is what this program finds")
+    asked = config.workload
+    check_list("workload.concurrency", asked.concurrency, or_empty=False)
+    return Loads(tuple(sorted(set(asked.concurrency))), asked.goal, asked.limit_seconds)
 
 
-def _drafter(file: str | None, target: Target) -> SpeculativeConfig:
-    """Return the configuration of an export, or that of prompt lookup."""
+def _drafter(file: str | None, target: Target, backend: Backend) -> SpeculativeConfig:
+    """Return the configuration of an export, or that of prompt lookup, with which the engine must be able to draft."""
+    if not isinstance(backend, ServedBackend) or not backend.takes_schedules:
+        raise InputError("backend: takes no schedule; backend=vllm, or backend=server with {speculative_config}")
     if file is None:
-        return SpeculativeConfig.of("prompt_lookup", methods()["prompt_lookup"].first)
-    export = Export.load(file)
-    export.check(target)
-    if "num_speculative_tokens" not in methods()[export.config.method]:
-        raise InputError(f"config: {export.config.label()} has no draft length")
-    return export.config
+        config = SpeculativeConfig.of("prompt_lookup", methods()["prompt_lookup"].first)
+    else:
+        export = Export.load(file)
+        export.check(target)
+        config = export.config
+    if "num_speculative_tokens" not in methods()[config.method]:
+        raise InputError(f"config: {config.label()} has no draft length")
+    if (reason := backend.supports(config.method)) is not None:
+        raise InputError(f"config: {reason}")
+    return config
 
 
 def _export(found: Confirmed, search: Search, target: Target, prompts: PromptSet) -> Export:
@@ -429,13 +427,12 @@ def _export(found: Confirmed, search: Search, target: Target, prompts: PromptSet
     drafting = [at for at, length in found.lengths.items() if length]
     config = search.of_length(max(found.lengths.values()))
     backend = replace(search.backend, schedule=found.ranges)
-    cells = {cell.concurrency: cell for cell in found.cells.get(_SCHEDULE, ())}
     evidence: dict[str, Any] = {"prompts_digest": prompts.digest, "max_new_tokens": search.max_new_tokens}
-    if drafting:
-        cell = cells[drafting[0]].to_dict()
-        evidence |= cell["metrics"] | {name: cell[name] for name in ("speedup", "speedup_low", "speedup_high")}
+    for cell in found.cells.get(_SCHEDULE, ()):
+        if cell.concurrency in drafting[:1]:
+            evidence |= {**cell.measurement, METRICS: cell.metrics, "goal_speedup": list(cell.speedup)}
     where = environment(target) | described(backend, search.loads.workload(min(drafting, default=1)))
-    return Export(target.describe(), config, Sampling(), evidence, where, {"schedule": found.ranges})
+    return Export(target.describe(), config, Sampling(), evidence, where)
 
 
 def _by_load(row: Sequence[Cell]) -> dict[str, Any]:
@@ -468,14 +465,16 @@ def report(found: Confirmed, cells: Sequence[Cell], loads: Loads, record: Mappin
         metrics, shown = cell.metrics, {"in flight": str(cell.concurrency)}
         for title, name, factor in _LATENCIES:
             shown[title] = f"{factor * metrics[name]:.1f} (off: {factor * metrics[f'{BASELINE}_{name}']:.1f})"
-        shown["outputs that differ"] = f"{cell.differing + cell.near_ties} of {cell.prompts}, {cell.near_ties} near-ties"
+        shown["outputs that differ"] = "{different} of {compared}, and {near_ties} near-ties".format(
+            **cell.measurement["losslessness"]
+        )
         requests.append(shown | {"of plain decoding from itself": str(cell.noise)})
     tuned = [
         {
             "tune prompts": f"length {cell.num_speculative_tokens}, {cell.concurrency} in flight",
             "speedup": _interval(cell),
             "predicted": "" if cell.predicted is None else f"{cell.predicted:.2f}",
-            "tokens/round": f"{cell.mean_acceptance_length:.2f}",
+            "tokens/round": f"{cell.measurement['mean_acceptance_length']:.2f}",
         }
         for cell in cells
     ]

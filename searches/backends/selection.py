@@ -26,10 +26,16 @@ _OWN = LayerskipBackend.name
 
 def make_backend(config: DictConfig, target: Target) -> tuple[Backend, Workload]:
     """Return the configured back end and workload; back ends without one decode one request at a time."""
+    workload = Workload() if config.get("workload") is None else instantiate(config.workload)
+    return backend_alone(config, target), workload
+
+
+def backend_alone(config: DictConfig, target: Target) -> Backend:
+    """Return the configured back end."""
     fields: Any = OmegaConf.to_container(config.backend, resolve=True)
     # Not instantiate(), which copies its arguments, the model included.
     backend: Backend = get_object(fields.pop("_target_"))(target, **fields)
-    return backend, Workload() if config.get("workload") is None else instantiate(config.workload)
+    return backend
 
 
 def exported_backend(config: DictConfig, export: Export, target: Target) -> tuple[Backend, Workload]:
@@ -48,9 +54,11 @@ def exported_backend(config: DictConfig, export: Export, target: Target) -> tupl
             raise InputError(f"environment.backend: there is no back end {name!r}")
         with open_dict(config):
             config.merge_with(OmegaConf.load(file))
-            if stored.get("schedule"):
-                config.backend.schedule = stored["schedule"]
         fill_defaults(config)
+    if stored.get("schedule") and "schedule" in config.backend:
+        if config.backend.schedule and OmegaConf.to_container(config.backend.schedule) != stored["schedule"]:
+            raise InputError(f"backend.schedule: the export was measured with {stored['schedule']}")
+        config.backend.schedule = stored["schedule"]
     backend, asked = make_backend(config, target)
     if backend.name != name and (backend.name != ServerBackend.name or name == _OWN):
         raise InputError(f"backend: the export was measured with {name}, not with {backend.name}")

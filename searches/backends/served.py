@@ -62,6 +62,7 @@ class ServedBackend(Backend):
         check_number("backend.start_seconds", self.start_seconds)
         self._check_schedule()
         self._running: dict[SpeculativeConfig, RunningEngine] = {}
+        self._warm: dict[SpeculativeConfig, int] = {}  # requests in flight that an engine has served
         # Of the last comparison: the seconds in which each name's engine started, and the source of the order.
         self._startup_seconds: dict[str, float] = {}
         self._order = random.Random()
@@ -149,7 +150,7 @@ class ServedBackend(Backend):
     def _rows(self, asked: Comparison) -> Iterator[_Answers]:
         """Yield the answers to each prompt: at once, or at the end under load or if engines take turns."""
         names = [name for name in asked.configs if name not in asked.without]
-        if len(names) <= self.engines:
+        if len({asked.configs[name] for name in names}) <= self.engines:
             yield from self._group_rows(asked, names, {})
             return
         size = max(1, self.engines - 1)
@@ -224,8 +225,11 @@ class ServedBackend(Backend):
             for other in spare[: max(0, len(self._running) + 1 - self.engines)]:
                 self._forget(other)
             self._running[config] = self._start(config)
+            self._warm[config] = 0
+        if self._warm[config] < len(warmup):  # what an engine compiles depends on the number of requests
             tasks = [Task(max_new_tokens=_WARMUP_TOKENS)] * len(warmup)
             self._running[config].answer(warmup, tasks, len(warmup), config)
+            self._warm[config] = len(warmup)
         self._running[config] = self._running.pop(config)  # the most recently used one last
         return self._running[config]
 

@@ -14,13 +14,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from layerskip import Measurement, PromptSet, Sampling, SpeculativeConfig, Target
-from layerskip.costs.timing import seconds_of
 from layerskip.files import write_json
 from layerskip.measure.measure import Contender, Task, interleave
 from layerskip.measure.measurement import Sample, check_output
@@ -31,11 +29,10 @@ from searches.benchmark.peers import Peer
 from searches.engines.peer import EnginePeer
 from searches.report.tables import Row, as_markdown, category_speedup, conditions, empty_note, speedup_cells
 from searches.results import record_header
+from searches.study.machine import read_gigabytes_per_second
 from searches.study.objective import MeasureSettings
 from searches.study.plan import check_prompts
 from searches.tracking.tracker import Tracker
-
-_READ_BYTES, _READS = 2**30, 4
 
 
 def benchmark(config: DictConfig) -> dict[str, Any]:
@@ -54,7 +51,7 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
     with contextlib.ExitStack() as opened:
         decoders, rivals, configs = build_contenders(config, target, prompts, sampling, opened)
         tracker = Tracker(config.tracking.uri, Path(config.outputs), config.tracking.experiment)
-        reads = _read_gigabytes_per_second(target.device)
+        reads = read_gigabytes_per_second(target.device)
         task, repeats = Task(sampling, measuring.max_new_tokens, config.seed), measuring.repeats
         measured = interleave(target, prompts, decoders, task, repeats)
         rows: list[Mapping[str, Sample]] = list(tqdm(measured, total=len(prompts) * repeats, disable=None))
@@ -77,15 +74,6 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
     print(f"wrote {path}")
     tracker.log_benchmark(record, {"benchmark.md": text, "config.yaml": OmegaConf.to_yaml(config, resolve=True)}, path)
     return record
-
-
-def _read_gigabytes_per_second(device: torch.device) -> float | None:
-    """Return how fast a device sums a gigabyte, which reads its memory; None if it has none left."""
-    try:
-        values = torch.ones(_READ_BYTES // 4, device=device)
-    except (MemoryError, torch.OutOfMemoryError):
-        return None
-    return _READ_BYTES / min(seconds_of(device, values.sum) for _ in range(_READS)) / 1e9
 
 
 def _result(

@@ -83,15 +83,17 @@ class EnginePeer:
             raise InputError(f"python: {python} is not a program")
         file = str(ADAPTERS / f"{self.engine}.py")
         self._adapter = load_adapter(file)
+        own = {"OMP_NUM_THREADS": str(torch.get_num_threads())} | _intel_openmp(python)
         self._settings = {
             "model": self._for_engine(self.target),
             "speculative_config": self._drafting(),
             "dtype": self.dtype,
             "threads": torch.get_num_threads(),
             "max_length": min(_LONGEST, max_positions(self.target.model) or _LONGEST),
+            "python": python,
+            "environment": own,
         }
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        environment |= {"OMP_NUM_THREADS": str(torch.get_num_threads())} | _intel_openmp(python)
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | own
         self._process = EngineProcess([python, str(_WORKER), file], environment, self.engine, asked=True)
         self.outputs: dict[tuple[int, ...], list[int]] = {}
         try:
@@ -116,6 +118,10 @@ class EnginePeer:
         on_prefill(int(self._answer()["first"]))
         answer = self._answer()
         rounds = [Round(0, 0, after - before) for before, after in itertools.pairwise(answer["lengths"])]
+        size = self.target.model.config.get_text_config(decoder=True).vocab_size
+        if not all(isinstance(token, int) and 0 <= token < size for token in answer["tokens"]):
+            self.close()
+            raise UnsupportedModel(f"{self.engine}: answers with tokens that are not in the vocabulary")
         self.outputs[tuple(prompt)] = answer["tokens"]
         return DecodeResult(answer["tokens"], DecodeStats(tuple(rounds)), "")
 
@@ -124,7 +130,7 @@ class EnginePeer:
         self._process.stop()
 
     def command(self) -> str:
-        """Return what decodes so without this program: a command, or expressions in Python."""
+        """Return the command that decodes so without this program."""
         return str(self._adapter.command(self._settings))
 
     def _answer(self) -> dict[str, Any]:

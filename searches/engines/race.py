@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,10 @@ class RaceRow:
 class Race:
     """The results of a race, fastest first.
 
-    ``left_out`` are sentences on engines that could not be measured at all, ``notes`` on those without trials.
+    Args:
+        level: contenders that cannot be distinguished from the fastest: the interval of their paired speeds contains 1.
+        left_out: sentences on engines that could not be measured at all.
+        notes: sentences on those without trials, and on those that decode another model.
     """
 
     rows: tuple[RaceRow, ...]
@@ -68,6 +71,7 @@ class Race:
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     trials: tuple[EngineTrial, ...] = ()
+    level: tuple[str, ...] = ()
 
     @property
     def fastest(self) -> RaceRow:
@@ -82,16 +86,25 @@ class Race:
     def from_dict(cls, fields: dict[str, Any]) -> Race:
         """Return the race that :meth:`to_dict` described."""
         rows, trials = (RaceRow(**row) for row in fields["rows"]), (EngineTrial(**trial) for trial in fields["trials"])
-        return cls(**fields | {"rows": tuple(rows), "trials": tuple(trials)})
+        texts = {name: tuple(fields[name]) for name in ("left_out", "notes", "level")}
+        return cls(**fields | texts | {"rows": tuple(rows), "trials": tuple(trials)})
+
+
+_ALIASES = {"openvino": "openvino_genai", "llama_cpp": "xllamacpp"}
 
 
 def chosen_engines(names: Any) -> tuple[str, ...]:
-    """Return the engines that a configuration asks for, which must be installed; ``all`` stands for those that are."""
+    """Return the engines that a configuration asks for, which must be installed; ``all`` stands for those that are.
+
+    This library's own decoder, ``layerskip``, is always measured.
+    """
     if names == "all":
         missing = [engine for engine in ENGINES if interpreter(engine) is None]
         if missing:
             say(f"engines: {', '.join(missing)} left out: not installed; make engines installs them")
         return tuple(engine for engine in ENGINES if engine not in missing)
+    check_list("engines", names)
+    names = [_ALIASES.get(name, name) for name in names if name != "layerskip"]
     check_list("engines", names, ENGINES)
     for engine in names:
         if interpreter(engine) is None:
@@ -166,7 +179,10 @@ def race(
             for row in judged
             if not _is_same_model(row.reference)
         ]
-        return Race(tuple(judged), plain, len(rows), tuple(dict.fromkeys(left_out)), tuple(notes), tuple(trials))
+        result = Race(tuple(judged), plain, len(rows), tuple(dict.fromkeys(left_out)), tuple(notes), tuple(trials))
+        alike = [row.name for row in judged if row is not result.fastest and _is_same_model(row.reference) and not row.ended]
+        level = [name for name in alike if Measurement.of(rows, result.fastest.name, name).interval()[1] >= 1]
+        return replace(result, level=tuple(level))
 
 
 def _measure(

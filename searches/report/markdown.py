@@ -35,8 +35,8 @@ def summary(study: optuna.Study, finals: Finals | None, race: Race | None = None
     ``finals`` is None while the study runs.
     """
     trials = finished(study)
-    shown = [*study_notes(study, finals), *([verdict(finals)] if finals is not None else [])]
-    shown += [] if race is None else [race_verdict(race)]
+    shown = [] if race is None else [race_verdict(race)]
+    shown += [*study_notes(study, finals), *([verdict(finals)] if finals is not None else [])]
     lines = [f"# Study {study.study_name}", "", *(line for note in shown for line in (note, ""))]
     if finals is not None:
         lines += [*_tables(finals_tables(finals)), *empty_note(finals.baseline), "", *winner_notes(study, finals), ""]
@@ -67,7 +67,9 @@ def race_verdict(race: Race) -> str:
         interval = f"{metrics['speedup']:.2f} x ({metrics['speedup_low']:.2f} to {metrics['speedup_high']:.2f})"
         over = f", {interval} the fastest plain decoding, which is {race.fastest_plain}"
     speed = f"{metrics['tokens_per_second']:.1f} tokens/s"
-    return f"Fastest of all engines: {first.name}, {speed}{over}. {first.command}".strip()
+    level = f" Not distinguishable from it: {'; '.join(race.level)}." if race.level else ""
+    start = f"`{first.command}`" if first.command else "best.json holds it, and python -m searches.export prints commands."
+    return f"Fastest of all engines: {first.name}, {speed}{over}.{level} {start}"
 
 
 def study_notes(study: optuna.Study, finals: Finals | None) -> list[str]:

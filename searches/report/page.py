@@ -100,9 +100,10 @@ def _as_json(figures: Mapping[str, go.Figure]) -> Markup:
 
 def _notes(study: optuna.Study, page: Page) -> list[str]:
     """Return the verdict, or the leader so far, and the notes."""
-    notes = [*study_notes(study, page.finals), *([] if page.race is None else [race_verdict(page.race)])]
+    notes = study_notes(study, page.finals)
     if page.finals is not None:
-        return [verdict(page.finals), *notes, *winner_notes(study, page.finals)]
+        fastest = [] if page.race is None else [race_verdict(page.race)]
+        return [*fastest, verdict(page.finals), *notes, *winner_notes(study, page.finals)]
     first = "No configuration that drafts was measured to the end yet."
     for leader in ranking(study)[:1]:
         first = f"Best so far: {leader.config.label()}, {leader.speedup:.2f} x plain decoding on tune prompts."

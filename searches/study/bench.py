@@ -86,19 +86,28 @@ def _whole_requests(row: Row) -> dict[str, Sample]:
 
 
 def resumed_rows(
-    measure: Callable[..., Iterator[Row]], prompts: PromptSet, log: ResultLog, prefix: str, before: PromptSet | None = None
+    measure: Callable[..., Iterator[Row]],
+    prompts: PromptSet,
+    log: ResultLog,
+    prefix: str,
+    before: PromptSet | None = None,
+    together: bool = False,
 ) -> Iterator[Row]:
     """Yield one row per prompt, in order; only rows that are not in the log are measured, and added to it.
 
     Drafters that learn decode the prompts ``before`` and the logged ones first, unmeasured. ``measure(prompts, before=...)``
-    returns rows. The prefix distinguishes these rows in the log from others of the same prompts.
+    returns rows. The prefix distinguishes these rows in the log from others of the same prompts. Prompts that are decoded
+    ``together`` are all measured again if one of them is missing.
     """
+    logged = {item.id for item in prompts if f"{prefix} {item.id}" in log}
+    logged = set() if together and len(logged) < len(prompts) else logged
     known, missing = (
-        PromptSet(tuple(item for item in prompts if (f"{prefix} {item.id}" in log) is logged)) for logged in (True, False)
+        PromptSet(tuple(item for item in prompts if (item.id in logged) is is_logged)) for is_logged in (True, False)
     )
     measured = measure(missing, before=PromptSet((*(before or ()), *known))) if len(missing) else iter(())
-    for name in (f"{prefix} {item.id}" for item in prompts):
-        if name not in log:
+    for item in prompts:
+        name = f"{prefix} {item.id}"
+        if item.id not in logged:
             start = monotonic()
             samples = {contender: sample.to_dict() for contender, sample in next(measured).items()}
             log.add(name, {"samples": samples, "seconds": monotonic() - start})

@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from layerskip import Target
-from layerskip.costs.timing import VerifyPass
+from layerskip.costs.timing import VerifyPass, seconds_of
 from layerskip.device.memory import device_bytes
 from layerskip.device.transfer import now
 from layerskip.models.environment import machine
@@ -23,6 +23,7 @@ _CONTEXT = 64  # tokens before the passes that are timed
 _VERIFIED = 8  # tokens of the longer one
 _ROUNDS = 5
 _GAIN = 1.05  # that fewer threads must bring, since timing few passes is noisy
+_READ_BYTES, _READS = 2**30, 4
 _THREADS_SET = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -100,3 +101,12 @@ def _time_threads(target: Target, counts: Sequence[int]) -> dict[int, float]:
             passes.chain(_VERIFIED)
             seconds[count].append(now(target.device) - start)
     return {count: statistics.median(times) for count, times in seconds.items()}
+
+
+def read_gigabytes_per_second(device: torch.device) -> float | None:
+    """Return how fast a device sums a gigabyte, which reads its memory; None if it has none left."""
+    try:
+        values = torch.ones(_READ_BYTES // 4, device=device)
+    except (MemoryError, torch.OutOfMemoryError):
+        return None
+    return _READ_BYTES / min(seconds_of(device, values.sum) for _ in range(_READS)) / 1e9

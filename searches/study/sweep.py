@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,6 +37,7 @@ from searches.predict.preparation import Preparation
 from searches.predict.proposals import propose_all
 from searches.predict.scan_predictor import ScanPredictor
 from searches.progress import Progress, say
+from searches.results import record_header
 from searches.space.search_space import SearchSpace
 from searches.study import machine
 from searches.study.bench import ModelBench
@@ -314,11 +316,18 @@ class Sweep:
             stored = read_json(path)
             if stored is not None and stored["asked"] == asked and not stored["race"]["left_out"]:
                 return dict(stored["race"])
+            start = time.monotonic()
             self._begin(path.stem, is_alone=True)
             with self.progress.counting(len(prompts), "held-out prompts") as count:
                 task, folder = Task(plan.sampling, tokens, plan.seed), plan.outputs / path.stem
                 found = race(plan.target, winner, plan.engines, halves, task, folder, drafts, count).to_dict()
-            write_json(path, {"asked": asked, "race": found})
+            header = record_header("layerskip.engines/1", plan.target) | {
+                "read_gigabytes_per_second": machine.read_gigabytes_per_second(plan.target.device),
+                "prompts": {"name": prompts.name, "count": len(prompts), "digest": prompts.digest},
+                "max_new_tokens": tokens,
+                "seconds": time.monotonic() - start,
+            }
+            write_json(path, header | {"asked": asked, "race": found})
             return found
 
         try:

@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from layerskip import PromptSet, SpeculativeConfig
+from layerskip import Export, PromptSet, SpeculativeConfig, load_target
 from layerskip.decoding.stats import DecodeStats, Round
 from layerskip.measure.losslessness import Divergence, Losslessness
 from layerskip.measure.measurement import Request, Sample
+from searches.app.checks import InputError
+from searches.app.composition import compose_config
 from searches.backends.backend import BASELINE, BackendError, Comparison
+from searches.backends.selection import exported_backend
 from searches.backends.served import ServedBackend
 from searches.results import ResultLog
 from searches.schedule import Loads, Search, as_ranges, worth_trying
@@ -51,6 +54,7 @@ class Planted(ServedBackend):
     slopes: dict[int, float] = field(default_factory=dict)
     held_out: dict[int, float] = field(default_factory=dict)
     changed: Collection[int] = ()  # numbers of requests at which drafting changes outputs
+    first: float = 0.0  # seconds that each drafted token adds to the first token
     broken: Collection[int] = ()  # draft lengths with which the engine does not start
     name = "planted"
     asked: list[tuple[int, int]] = field(default_factory=list)
@@ -79,19 +83,19 @@ class Planted(ServedBackend):
 
     def _planted(self, item: Any, length: int, slope: float, concurrency: int) -> Sample:
         rounds = (*drafts(length), *[Round(0, 0, 1)] * (TOKENS - COPIED))
-        seconds = TOKENS / speedup(length, slope)
+        seconds, first = TOKENS / speedup(length, slope), 1.0 + self.first * length
         different = (Divergence(item.id, 0, 9.0, 0.1),) if length and concurrency in self.changed else ()
         return Sample(
             item.id,
             item.category,
             TOKENS + 1,
             TOKENS,
-            1.0,
+            first,
             seconds,
             0,
             DecodeStats(rounds),
             Losslessness(1, different),
-            requests=(Request(concurrency, TOKENS + 1, TOKENS, 1.0, seconds),),
+            requests=(Request(concurrency, TOKENS + 1, TOKENS, first, seconds),),
         )
 
 
@@ -129,6 +133,7 @@ def test_lengths_that_cannot_be_the_fastest_are_not_measured(capsys: pytest.Capt
     assert (1, 1) not in backend.asked
     assert "cannot be the fastest by what 7 shows: 1, 3" in capsys.readouterr().out
     assert worth_trying({1: {1: 0.9, 3: 0.97, 5: 0.5}}) == [3]  # near no drafting
+    assert worth_trying({1: {1: 2.0, 3: 2.5, 7: 3.0}}) == [7]
 
 
 def test_a_schedule_that_loses_or_changes_the_output_on_held_out_prompts_is_off_there() -> None:
@@ -154,6 +159,11 @@ def test_among_lengths_within_a_limit_of_latency_throughput_decides() -> None:
     found = search(Planted(slopes={1: 0.02, 4: 0.5}), "p95_tpot", 0.9)
     confirmed = found.confirm(found.tune(PROMPTS, predict=False), HELD_OUT, 1)
     assert confirmed.lengths == {1: 5, 4: 1}
+    # Drafting delays the first token, within the limit, and throughput is what counts: on held-out prompts, too.
+    found = search(Planted(slopes={1: 0.02}, first=0.1), "p95_ttft", 1.6)
+    assert found.confirm(found.tune(PROMPTS, predict=False), HELD_OUT, 1).lengths == {1: 5}
+    found = search(Planted(slopes={1: 0.02}, first=0.1), "p95_ttft", 1.4)
+    assert found.confirm(found.tune(PROMPTS, predict=False), HELD_OUT, 1).lengths == {1: 3}
     found = search(Planted(slopes={1: 9.0}), "p95_tpot", 2.0)
     assert found.confirm(found.tune(PROMPTS, predict=False), HELD_OUT, 1).lengths == {1: 0}
 
@@ -210,8 +220,19 @@ def test_the_program_exports_a_schedule_that_an_engine_follows(tiny_folder: Path
     assert record["held_out"]["schedule"]["geometric_mean"] == pytest.approx(
         math.sqrt(scheduled[1]["speedup"] * scheduled[4]["speedup"])
     )
-    verified = launch("verify", str(folder / "best.json"), *options[2:4], *options[5:7], cwd=tmp_path)
-    assert "speedup" in verified.stdout, verified.stderr
+    assert export["evidence"]["speedup"] == pytest.approx(scheduled[1]["speedup"])
+    assert export["evidence"]["losslessness"]["verdict"] == "exact"
+    # A verification serves the same schedule.
+    config = compose_config("verify", [f"export={folder / 'best.json'}", *options[2:4]])
+    loaded = Export.load(folder / "best.json")
+    backend, workload = exported_backend(config, loaded, load_target(str(tiny_folder)))
+    assert workload.concurrency == 1
+    words = backend.arguments(loaded.config, 1)
+    asked = json.loads(words[words.index("--speculative-config") + 1])
+    assert asked["num_speculative_tokens_per_batch_size"] == [[1, 2, 4], [3, 4, 0]]
+    config = compose_config("verify", [f"export={folder / 'best.json'}", *options[2:4], "backend.schedule=[[1,1,2]]"])
+    with pytest.raises(InputError, match=r"^backend.schedule: the export was measured with \[\[1, 2, 4\]"):
+        exported_backend(config, loaded, load_target(str(tiny_folder)))
 
 
 @pytest.mark.parametrize(
@@ -222,6 +243,8 @@ def test_the_program_exports_a_schedule_that_an_engine_follows(tiny_folder: Path
         ("workload.goal=speed", "workload.goal: 'speed' is not one of tpot"),
         ("workload.limit_seconds=1", "workload.limit_seconds: is a limit for p95_tpot and p95_ttft, not for tpot"),
         ("lengths=[]", "lengths: is empty"),
+        ("measure.prompts=0", "measure.prompts: 0 is not a whole number of at least 1"),
+        ("backend.schedule=[[1,4,3]]", "backend.schedule: is what this program finds"),
         ("sampling=nucleus", "sampling: outputs are compared greedily"),
         ("backend=layerskip", "backend: takes no schedule"),
     ],

@@ -4,10 +4,11 @@ A file is named after the package of its engine, and imports nothing but the sta
 
 - ``LOADS``: ``folder`` or ``gguf``, the form in which the engine loads a model;
 - ``conversion(python, saved, dtype)``, if folders must be converted: the words of the command, without the new folder;
-- ``command(settings)``: what decodes so without this program, as a command or an expression in Python;
+- ``command(settings)``: the command that decodes so without this program;
 - ``Engine(settings)`` with ``version``, ``precision`` and ``decode(request, on_round)``, which returns the new tokens.
 
-``settings`` are ``model``, ``dtype``, ``threads``, ``max_length`` (in tokens) and ``speculative_config``, which is in vLLM's
-words and empty for plain decoding. A request has ``tokens``, ``max_new_tokens``, ``eos`` and ``repetition_penalty``.
-``on_round`` takes the number of new tokens after every round.
+``settings`` are ``model``, ``dtype``, ``threads``, ``max_length`` (in tokens), ``python`` (the interpreter), ``environment``
+(variables that it needs) and ``speculative_config``, which is in vLLM's words and empty for plain decoding. A request has
+``tokens``, ``max_new_tokens``, ``eos`` and ``repetition_penalty``. ``on_round`` takes the number of new tokens after every
+round.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,22 +19,35 @@ def conversion(python: str, saved: str, dtype: str) -> list[str]:
 
 
 def command(settings: Mapping[str, Any]) -> str:
-    """Return the expression that decodes so."""
-    drafting, how, lengths = settings["speculative_config"], "", ""
-    options = ", ".join(f"{name}={kind!r}" for name, kind in _precision(settings).items())
-    if drafting:
-        lengths = f", num_assistant_tokens={drafting['num_speculative_tokens']}"
-        if drafting["method"] == "ngram":
-            how, lengths = "prompt_lookup=True, ", f"{lengths}, max_ngram_size={drafting['prompt_lookup_max']}"
-        else:
-            how = f"draft_model=openvino_genai.draft_model({drafting['model']!r}, 'CPU', {options}), "
-    pipeline = f"LLMPipeline({settings['model']!r}, 'CPU', {how}{options})"
-    return f"openvino_genai.{pipeline}.generate(prompt, max_new_tokens=n{lengths})"
+    """Return the command that continues a text so."""
+    lines = ["import openvino_genai", *_statements(settings)]
+    lines.append("print(pipeline.generate('Why is the sky blue?', max_new_tokens=64, **lengths))")
+    return shlex.join([settings["python"], "-c", "; ".join(lines)])
 
 
-def _precision(settings: Mapping[str, Any]) -> dict[str, str]:
+def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the properties of the compiled model, which keep the attention cache in the model's precision."""
     kind = _KINDS[settings["dtype"]]
-    return {"INFERENCE_PRECISION_HINT": kind, "KV_CACHE_PRECISION": kind}
+    precision = {"INFERENCE_PRECISION_HINT": kind, "KV_CACHE_PRECISION": kind}
+    return precision | {"INFERENCE_NUM_THREADS": settings["threads"]}
+
+
+def _statements(settings: Mapping[str, Any]) -> list[str]:
+    """Return the statements that make ``pipeline`` and ``lengths``, by which the engine and the command load the same."""
+    drafting, lengths, options = settings["speculative_config"], dict[str, int](), _options(settings)
+    given = f"**{options!r}"
+    # Every prompt is read whole, as the others read it.
+    found = ["schedule = openvino_genai.SchedulerConfig()", "schedule.enable_prefix_caching = False"]
+    if drafting:
+        lengths["num_assistant_tokens"] = drafting["num_speculative_tokens"]
+        if drafting["method"] == "ngram":
+            given, lengths["max_ngram_size"] = f"prompt_lookup=True, {given}", drafting["prompt_lookup_max"]
+        else:
+            found.append(f"draft = openvino_genai.draft_model({drafting['model']!r}, 'CPU', **{options!r})")
+            given = f"draft_model=draft, {given}"
+    found.append(f"lengths = {lengths!r}")
+    loaded = f"openvino_genai.LLMPipeline({settings['model']!r}, 'CPU', scheduler_config=schedule, {given})"
+    return [*found, f"pipeline = {loaded}"]
 
 
 class Engine:
@@ -44,24 +58,15 @@ class Engine:
         import openvino_genai
 
         self._genai, self._openvino = openvino_genai, openvino
-        precision = _precision(settings)
-        options = precision | {"INFERENCE_NUM_THREADS": settings["threads"]}
-        schedule = openvino_genai.SchedulerConfig()
-        schedule.enable_prefix_caching = False  # every prompt is read whole, as the others read it
-        drafting: dict[str, Any] = {"scheduler_config": schedule}
-        self._lengths: dict[str, int] = {}
-        if speculative := settings["speculative_config"]:
-            self._lengths["num_assistant_tokens"] = speculative["num_speculative_tokens"]
-            if speculative["method"] == "ngram":
-                drafting["prompt_lookup"] = True
-                self._lengths["max_ngram_size"] = speculative["prompt_lookup_max"]
-            else:
-                drafting["draft_model"] = openvino_genai.draft_model(speculative["model"], "CPU", **options)
-        self._pipeline = openvino_genai.LLMPipeline(settings["model"], "CPU", **drafting, **options)
+        made: dict[str, Any] = {"openvino_genai": openvino_genai}
+        exec("\n".join(_statements(settings)), made)
+        self._pipeline, self._lengths = made["pipeline"], made["lengths"]
         self.version = str(openvino_genai.__version__)
         # The pipeline does not show its model. Without AVX-512, a request for bfloat16 becomes float32.
-        model = openvino.Core().compile_model(os.path.join(settings["model"], "openvino_model.xml"), "CPU", options)
-        self.precision = {name: str(model.get_property(name)) for name in precision}
+        model = openvino.Core().compile_model(
+            os.path.join(settings["model"], "openvino_model.xml"), "CPU", _options(settings)
+        )
+        self.precision = {name: str(model.get_property(name)) for name in ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION")}
 
     def decode(self, request: dict[str, Any], on_round: Callable[[int], None]) -> list[int]:
         """Return the continuation of ``tokens``."""

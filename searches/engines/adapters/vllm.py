@@ -15,32 +15,49 @@ LOADS = "folder"
 
 def command(settings: Mapping[str, Any]) -> str:
     """Return the command of a server that decodes so."""
-    words = ["vllm", "serve", settings["model"], "--dtype", settings["dtype"], "--generation-config", "vllm"]
-    drafting = settings["speculative_config"]
-    return shlex.join([*words, *(["--speculative-config", json.dumps(drafting)] if drafting else [])])
+    words = ["env", *(f"{name}={value}" for name, value in (settings["environment"] | _variables(settings)).items())]
+    words += [settings["python"], "-m", "vllm.entrypoints.openai.api_server"]  # the program vllm of its wheel does not start
+    for name, value in _arguments(settings).items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        elif value is not None:
+            words += [f"--{option}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return shlex.join(words)
+
+
+def _variables(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return what the engine reads from its environment: gigabytes of its cache, and the cores that decode.
+
+    By itself, vLLM leaves a core to its scheduler: one of two cores would decode.
+    """
+    cores = sorted(os.sched_getaffinity(0))[: settings["threads"]]
+    usual = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))}
+    return {name: os.environ.get(name, value) for name, value in usual.items()}
+
+
+def _arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "model": settings["model"],
+        "dtype": settings["dtype"],
+        "max_model_len": settings["max_length"],
+        "max_num_seqs": 1,
+        "enable_prefix_caching": False,
+        "generation_config": "vllm",
+        "speculative_config": settings["speculative_config"] or None,
+    }
 
 
 class Engine:
     """vLLM's engine for one request at a time."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # gigabytes
-        # By itself, vLLM leaves a core to its scheduler: one of two cores would decode.
-        cores = sorted(os.sched_getaffinity(0))[: settings["threads"]]
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
+        os.environ.update(_variables(settings))
         import vllm
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        arguments = AsyncEngineArgs(
-            model=settings["model"],
-            dtype=settings["dtype"],
-            max_model_len=settings["max_length"],
-            max_num_seqs=1,
-            enable_prefix_caching=False,
-            generation_config="vllm",
-            speculative_config=settings["speculative_config"] or None,
-        )
+        arguments = AsyncEngineArgs(**_arguments(settings))
 
         async def start() -> Any:
             return AsyncLLM.from_engine_args(arguments)

@@ -12,16 +12,31 @@ LOADS = "gguf"
 
 
 def command(settings: Mapping[str, Any]) -> str:
-    """Return the command of a server that decodes so."""
-    words = ["llama-server", "--model", settings["model"], "--threads", str(settings["threads"])]
-    if drafting := settings["speculative_config"]:
-        length = str(drafting["num_speculative_tokens"])
-        if drafting["method"] == "ngram":
-            words += ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(drafting["prompt_lookup_max"])]
-            words += ["--spec-ngram-simple-size-m", length]
-        else:
-            words += ["--spec-type", "draft-simple", "--spec-draft-model", drafting["model"], "--spec-draft-n-max", length]
-    return shlex.join(words)
+    """Return the command of a server that decodes so; it prints its address."""
+    lines = ["import time, xllamacpp", *_statements(settings), "server = xllamacpp.Server(params)"]
+    lines += ["print(server.listening_address, flush=True)", "time.sleep(10**9)"]
+    return shlex.join([settings["python"], "-c", "; ".join(lines)])
+
+
+def _statements(settings: Mapping[str, Any]) -> list[str]:
+    """Return the statements that make ``params``, by which the engine and the command load the same."""
+    found = [
+        "params = xllamacpp.CommonParams()",
+        f"params.model.path = {settings['model']!r}",
+        f"params.n_ctx, params.n_parallel = {settings['max_length']}, 1",
+        f"params.cpuparams.n_threads = params.cpuparams_batch.n_threads = {settings['threads']}",
+    ]
+    if not (speculative := settings["speculative_config"]):
+        return found
+    kind = "NGRAM_SIMPLE" if speculative["method"] == "ngram" else "DRAFT_SIMPLE"
+    length = speculative["num_speculative_tokens"]
+    found.append(f"params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_{kind}]")
+    if speculative["method"] == "ngram":
+        lookup = "params.speculative.ngram_simple"
+        return [*found, f"{lookup}.size_n, {lookup}.size_m = {speculative['prompt_lookup_max']}, {length}"]
+    draft = "params.speculative.draft"
+    found.append(f"{draft}.mparams.path, {draft}.n_max = {speculative['model']!r}, {length}")
+    return [*found, f"{draft}.cpuparams.n_threads = {draft}.cpuparams_batch.n_threads = {settings['threads']}"]
 
 
 class Engine:
@@ -30,20 +45,9 @@ class Engine:
     def __init__(self, settings: dict[str, Any]) -> None:
         import xllamacpp
 
-        params = xllamacpp.CommonParams()
-        params.model.path, params.n_ctx, params.n_parallel = settings["model"], settings["max_length"], 1
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = settings["threads"]
-        if speculative := settings["speculative_config"]:
-            types, drafting = xllamacpp.common_speculative_type, params.speculative
-            if speculative["method"] == "ngram":
-                drafting.types = [types.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
-                drafting.ngram_simple.size_n = speculative["prompt_lookup_max"]
-                drafting.ngram_simple.size_m = speculative["num_speculative_tokens"]
-            else:
-                drafting.types = [types.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
-                drafting.draft.mparams.path = speculative["model"]
-                drafting.draft.n_max = speculative["num_speculative_tokens"]
-                drafting.draft.cpuparams.n_threads = drafting.draft.cpuparams_batch.n_threads = settings["threads"]
+        made: dict[str, Any] = {"xllamacpp": xllamacpp}
+        exec("\n".join(_statements(settings)), made)
+        params = made["params"]
         self._server = xllamacpp.Server(params)
         self.version = str(xllamacpp.__version__)
         cache = getattr(params.cache_type_k, "name", params.cache_type_k)

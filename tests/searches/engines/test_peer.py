@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -130,6 +132,18 @@ def test_a_fifth_engine_is_one_file(target: Target, tmp_path: Path, monkeypatch:
             result = peer(PROMPT, Task(max_new_tokens=4), lambda _: None)
         assert result.tokens == [8, 9, 10, 11] and peer.version == "7" and peer.command().startswith("toy ")
         assert [done.committed for done in result.stats.rounds] == rounds
+
+
+def test_an_engine_that_answers_nonsense_is_reported_and_ended(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "toy.py").write_text(_FIFTH.replace("        return tokens", "        return [-1, 3]"))
+    monkeypatch.setattr(peers, "ADAPTERS", tmp_path)
+    monkeypatch.setattr(peers, "ENGINES", ("toy",))
+    peer = EnginePeer(target, tmp_path / "engines", "toy", "plain", sys.executable)
+    with contextlib.closing(peer), pytest.raises(UnsupportedModel, match=r"^toy: .* not in the vocabulary$"):
+        peer(PROMPT, Task(max_new_tokens=4), lambda _: None)
+    assert not peer.is_running
 
 
 @pytest.mark.slow
@@ -266,13 +280,19 @@ def test_the_command_of_an_engine_has_the_model_and_the_lengths_of_the_peer(
         with contextlib.closing(EnginePeer(own, tmp_path / "engines", engine, method, python, **options)) as peer:
             commands[engine] = shlex.split(peer.command())
     vllm, llama = commands["vllm"], commands["xllamacpp"]
-    assert vllm[:2] == ["vllm", "serve"] and Path(vllm[2], "model.safetensors").is_file()
-    assert vllm[3:7] == ["--dtype", "float32", "--generation-config", "vllm"]
-    assert llama[:3] == ["llama-server", "--model", str(file)]
+    start = vllm.index("-m")
+    assert vllm[0] == "env" and "VLLM_CPU_OMP_THREADS_BIND" in " ".join(vllm[:start]) and vllm[start - 1] == python
+    assert vllm[start + 1] == "vllm.entrypoints.openai.api_server"
+    assert Path(vllm[vllm.index("--model") + 1], "model.safetensors").is_file()
+    assert vllm[vllm.index("--dtype") + 1] == "float32" and "--no-enable-prefix-caching" in vllm
     drafting = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
-    assert [json.loads(text) for text in vllm[8:]] == ([] if method == "plain" else [drafting])
-    lengths = ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "2", "--spec-ngram-simple-size-m", "4"]
-    assert llama[5:] == ([] if method == "plain" else lengths)
+    given = [json.loads(text) for name, text in itertools.pairwise(vllm) if name == "--speculative-config"]
+    assert given == ([] if method == "plain" else [drafting])
+    assert llama[:2] == [python, "-c"] and f"params.model.path = {str(file)!r}" in llama[2]
+    assert ("ngram_simple.size_m = 2, 4" in llama[2]) == (method == "prompt_lookup")
+    with subprocess.Popen(llama, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None and server.stdout.readline().startswith("http://")
+        server.kill()
 
 
 def test_llama_cpp_is_left_out_where_there_is_no_gguf_file(target: Target, tmp_path: Path) -> None:

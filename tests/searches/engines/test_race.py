@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +19,7 @@ from layerskip.measure.measurement import Sample
 from searches.app.checks import InputError
 from searches.engines import peer as peers
 from searches.engines import trials
-from searches.engines.race import Race, chosen_engines, race
+from searches.engines.race import Race, RaceRow, chosen_engines, race
 from searches.report.markdown import race_verdict
 from searches.report.tables import race_rows
 from tests.searches.backends.contract import children
@@ -62,7 +64,10 @@ def test_every_engine_is_measured_plain_and_with_lookup_beside_ours(target: Targ
     assert found.fastest_plain == "layerskip, plain" and rows[found.fastest_plain].measured["speedup"] == 1.0
     assert sum("cannot be the fastest: 6 of 6 outputs differ" in note for note in found.notes) == len(rows) - len(ours)
     assert rows[theirs[0]].version == "1.2" and rows[theirs[0]].precision["INFERENCE_PRECISION_HINT"] == "f32"
-    assert "'CPU', prompt_lookup=True, " in rows[theirs[1]].command and "prompt_lookup" not in rows[theirs[0]].command
+    assert "prompt_lookup=True, " in rows[theirs[1]].command and "prompt_lookup" not in rows[theirs[0]].command
+    (words,) = [shlex.split(rows[theirs[1]].command)]
+    printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert "a text after Why is the sky blue?" in printed and "'num_assistant_tokens': 8" in printed
     assert found.fastest.name in race_verdict(found)
     assert [row["engine"].removesuffix(" 1.2") for row in race_rows(found)] == [row.name for row in found.rows]
     stored = json.loads(json.dumps(found.to_dict()))
@@ -104,6 +109,15 @@ def test_trials_find_the_fastest_lookup_of_an_engine(
     assert found[0].speedup == pytest.approx(10.0)
 
 
+def test_the_verdict_names_what_cannot_be_distinguished_from_the_fastest() -> None:
+    measured = {"tokens_per_second": 50.0, "speedup": 1.5, "speedup_low": 1.2, "speedup_high": 1.8}
+    counts = {"compared": 6, "same": 6, "near_ties": 0, "changed": 0}
+    rows = tuple(RaceRow(name, measured, None, (6, 6), counts) for name in ("one, plain", "two, plain"))
+    verdict = race_verdict(Race(rows, "two, plain", 6, level=("two, plain",)))
+    assert verdict.startswith("Fastest of all engines: one, plain, 50.0 tokens/s, 1.50 x (1.20 to 1.80)")
+    assert "Not distinguishable from it: two, plain." in verdict
+
+
 def test_an_engine_that_cannot_reach_the_leader_gets_no_trials() -> None:
     assert trials.reason_against("slow", 0.5, 1.35) is None
     reason = trials.reason_against("slow", 0.4, 1.35)
@@ -142,7 +156,7 @@ def test_engines_are_found_or_refused_by_name(
 ) -> None:
     assert chosen_engines("all") == ("openvino_genai",)
     assert "engines: vllm, xllamacpp left out: not installed; make engines installs them" in capsys.readouterr().out
-    assert chosen_engines(["openvino_genai"]) == ("openvino_genai",)
+    assert chosen_engines(["openvino_genai"]) == chosen_engines(["layerskip", "openvino"]) == ("openvino_genai",)
     with pytest.raises(InputError, match="^engines: vllm is not installed; make engines installs it$"):
         chosen_engines(["vllm"])
     with pytest.raises(InputError, match="^engines: 'sglang' is not one of openvino_genai, vllm, xllamacpp$"):
@@ -173,6 +187,10 @@ def test_a_study_names_the_fastest_engine_and_measures_it_once(
         report = (folder / "report.md").read_text(encoding="utf-8")
         assert "Fastest of all engines: layerskip, " in report and "## Engines (held-out prompts)" in report
         assert "openvino_genai, plain cannot be the fastest: 6 of 6 outputs differ" in report
+        lines = [line for line in report.splitlines() if line]
+        assert lines[1].startswith("Fastest of all engines: ")
+        stored = json.loads((folder / "engines.json").read_text(encoding="utf-8"))
+        assert stored["environment"]["device"] == "cpu" and stored["read_gigabytes_per_second"] > 0
         assert ("engines: loading" in done.stdout) == (times == 1)
     refused = launch("layerskip", *fields, "sampling=nucleus", cwd=tmp_path)
     assert refused.returncode == 2 and "engines: are measured greedily" in refused.stderr
