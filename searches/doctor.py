@@ -211,7 +211,8 @@ class Findings:
     @property
     def loses(self) -> bool:
         """Whether speculation changes the output, is useless, or is significantly slower than none."""
-        return bool(self.is_changed) or self.is_useless or (self.speedup is not None and self.speedup[2] < 1)
+        is_slower = self.is_on is not False and self.speedup is not None and self.speedup[2] < 1
+        return bool(self.is_changed) or self.is_useless or is_slower
 
 
 def doctor(config: DictConfig) -> None:
@@ -223,12 +224,16 @@ def doctor(config: DictConfig) -> None:
     check_number("max_seconds", config.max_seconds)
     deadline = time.monotonic() + config.max_seconds
     prompts: PromptSet = instantiate(config.prompts)
+    count = max(config.max_prompts, config.concurrency)
+    prompts = prompts.take(count - count % config.concurrency)  # so that as many are in flight to the end
+    if len(prompts) < config.concurrency:
+        raise InputError(f"concurrency: {config.concurrency} requests need as many prompts; there are {len(prompts)}")
     servers = {_DRAFTING: _connect("url", str(config.url), config.max_seconds, deadline)}
     if config.plain is not None:
         servers[_PLAIN] = _connect("plain", str(config.plain), config.max_seconds, deadline)
     task = Task(max_new_tokens=config.max_new_tokens)
     try:
-        found = examine(servers, prompts.take(config.max_prompts), task, config.concurrency)
+        found = examine(servers, prompts, task, config.concurrency)
     except RequestFailed as error:  # it names the address
         late = time.monotonic() >= deadline
         raise InputError(f"{'max_seconds: too few for a prompt' if late else 'url or plain'}: {error}") from None

@@ -43,7 +43,7 @@ from searches.backends.running_engine import request_metrics
 from searches.backends.selection import backend_alone, closing, described
 from searches.backends.served import ServedBackend
 from searches.progress import say
-from searches.report.tables import Row, as_markdown, conditions
+from searches.report.tables import Row, as_markdown, conditions, with_interval
 from searches.results import ResultLog, record_header
 from searches.study.bench import ModelBench, resumed_rows
 from searches.study.plan import check_prompts
@@ -324,7 +324,7 @@ class Search:
                     return []
             check_output((row[BASELINE] for row in rows), "plain ")
             cell = Cell.of(rows, self.loads, concurrency, length)
-            say(f"{stage}: {name}, {concurrency} in flight: {_interval(cell)} x plain decoding")
+            say(f"{stage}: {name}, {concurrency} in flight: {with_interval(*cell.speedup)} x plain decoding")
             self.on_cell(f"{stage.replace('-', '_')}_{name.replace(' ', '_')}_speedup", cell)
             found.append((cell, Measurement.of(rows, BASELINE, CANDIDATE)))
         return found
@@ -445,10 +445,6 @@ def _geometric_mean(row: Sequence[Cell]) -> float:
     return math.exp(statistics.fmean(math.log(cell.speedup[0]) for cell in row))
 
 
-def _interval(cell: Cell) -> str:
-    return "{:.2f} ({:.2f} to {:.2f})".format(*cell.speedup)
-
-
 def report(found: Confirmed, cells: Sequence[Cell], loads: Loads, record: Mapping[str, Any]) -> str:
     """Return the schedule and its evidence as Markdown."""
     *spans, (last, _, final) = as_ranges(found.lengths)
@@ -456,7 +452,7 @@ def report(found: Confirmed, cells: Sequence[Cell], loads: Loads, record: Mappin
     lines = [f"num_speculative_tokens by requests in flight: {'; '.join(shares)}", "", f"goal: {loads.goal}", ""]
     by_contender: list[Row] = []
     for name, row in found.cells.items():
-        shown = {f"{cell.concurrency} in flight": _interval(cell) for cell in row}
+        shown = {f"{cell.concurrency} in flight": with_interval(*cell.speedup) for cell in row}
         by_contender.append({"held-out prompts": name} | shown | {"geometric mean": f"{_geometric_mean(row):.2f}"})
     by_contender.append({"held-out prompts": "off"} | {f"{at} in flight": "1.00" for at in loads.concurrency})
     by_contender[-1]["geometric mean"] = "1.00"
@@ -472,7 +468,7 @@ def report(found: Confirmed, cells: Sequence[Cell], loads: Loads, record: Mappin
     tuned = [
         {
             "tune prompts": f"length {cell.num_speculative_tokens}, {cell.concurrency} in flight",
-            "speedup": _interval(cell),
+            "speedup": with_interval(*cell.speedup),
             "predicted": "" if cell.predicted is None else f"{cell.predicted:.2f}",
             "tokens/round": f"{cell.measurement['mean_acceptance_length']:.2f}",
         }

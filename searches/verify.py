@@ -35,7 +35,7 @@ from searches.app.checks import InputError, check_number, check_seed, check_whol
 from searches.app.interrupt import interrupt_code
 from searches.app.targets import command_line, load_exported_target
 from searches.backends.selection import closing, described, exported_backend
-from searches.report.tables import as_markdown, conditions, empty_note
+from searches.report.tables import as_markdown, conditions, empty_note, with_interval
 from searches.results import ResultLog, record_header
 from searches.study.bench import BASELINE, ModelBench, Row, resumed_rows
 from searches.study.plan import check_prompts, flatten
@@ -196,7 +196,7 @@ class Speedup:
         return self.low * (1 - _ROUNDING) <= self.value <= self.high * (1 + _ROUNDING)
 
     def __str__(self) -> str:
-        return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
+        return with_interval(self.value, self.low, self.high)
 
 
 @dataclass(frozen=True)

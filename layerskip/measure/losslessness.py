@@ -34,7 +34,7 @@ class Divergence:
     prompt_id: str
     position: int  # index of the first new token that differs
     margin: float  # how far the lower of the two tokens' logits is below the largest logit
-    tolerance: float  # the largest margin that rounding explains; 0 in float32
+    tolerance: float  # the largest margin that rounding explains; 0 between decoders of this library in float32
     largest_logit: float = 0.0  # in magnitude, where they differ
 
     @property
@@ -59,9 +59,9 @@ class Losslessness:
         return "near_tie" if all(d.near_tie for d in self.divergences) else "different"
 
     def judged_in(self, dtype: torch.dtype) -> Losslessness:
-        """Return the comparison with a decoder that computes in another data type, whose rounding decides near-ties."""
+        """Return the comparison with a decoder that computes in another data type, whose rounding explains more."""
         steps = NEAR_TIE_ULPS * torch.finfo(dtype).eps
-        judged = (replace(each, tolerance=steps * each.largest_logit) for each in self.divergences)
+        judged = (replace(each, tolerance=max(each.tolerance, steps * each.largest_logit)) for each in self.divergences)
         return replace(self, divergences=tuple(judged))
 
     def to_dict(self) -> dict[str, Any]:

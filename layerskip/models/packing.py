@@ -49,12 +49,7 @@ def uses_packing(model: nn.Module) -> bool:
 def fits_packed(model: nn.Module, dtype: torch.dtype | None = None) -> bool:
     """Return whether a model has weights to pack that take at most a quarter of the memory, in a dtype or in its own."""
     size = sum(layer.weight.numel() * (dtype or layer.weight.dtype).itemsize for layer in packable_layers(model))
-    return size > 0 and may_take(size)
-
-
-def may_take(size: int, limit: int | None = None) -> bool:
-    """Return whether copies of weights may take so many bytes: at most a limit, or without one a quarter of the memory."""
-    return size <= (_SHARE * total_bytes() if limit is None else limit)
+    return bool(0 < size <= _SHARE * total_bytes())
 
 
 def pack_like(model: nn.Module, tree: Tree) -> Tree:

@@ -260,8 +260,10 @@ def _earlier_rotations(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Return rotary position embeddings in the fields of transformers 4, which takes defaults for what is missing."""
     every = rope.get("full_attention", rope)  # models with two kinds of layers have parameters for each
     found = {"rope_theta": every["rope_theta"]} if "rope_theta" in every else {}
+    if "partial_rotary_factor" in every:  # GPT-NeoX has another name for it
+        found |= dict.fromkeys(("partial_rotary_factor", "rotary_pct"), every["partial_rotary_factor"])
     if every.get("rope_type", "default") != "default":
-        found["rope_scaling"] = {name: value for name, value in every.items() if name != "rope_theta"}
+        found["rope_scaling"] = {name: value for name, value in every.items() if name not in found}
     local = rope.get("sliding_attention", {})
     return found | ({"rope_local_base_freq": local["rope_theta"]} if "rope_theta" in local else {})
 

@@ -22,12 +22,11 @@ from layerskip import Measurement, PromptSet, Sampling, SpeculativeConfig, Targe
 from layerskip.files import write_json
 from layerskip.measure.measure import Contender, Task, interleave
 from layerskip.measure.measurement import Sample, check_output
-from layerskip.models.loading import DTYPES
 from searches.app.checks import check_seed
 from searches.benchmark.contenders import BASELINE, build_contenders, check_rows, fill_defaults
 from searches.benchmark.peers import Peer
 from searches.engines.peer import EnginePeer
-from searches.report.tables import Row, as_markdown, category_speedup, conditions, empty_note, speedup_cells
+from searches.report.tables import Row, as_markdown, category_speedup, conditions, empty_note, speedup_cells, with_interval
 from searches.results import record_header
 from searches.study.machine import read_gigabytes_per_second
 from searches.study.objective import MeasureSettings
@@ -90,7 +89,7 @@ def _result(
     measured = Measurement.of(rows, BASELINE, name)
     result = measured.to_dict()
     if isinstance(contender, (Peer, EnginePeer)):
-        dtype = DTYPES[contender.dtype or contender.target.dtype]
+        dtype = contender.rounds_to if isinstance(contender, EnginePeer) else contender.target.model.dtype
         result["losslessness"] = measured.lossless.judged_in(dtype).to_dict()
     result["end_to_end_tokens_per_second"] = result["tokens"] / (result["prefill_seconds"] + result["decode_seconds"])
     if rival is not None:
@@ -168,7 +167,7 @@ def _row(name: str, result: Mapping[str, Any], config: Mapping[str, Any] | None)
 
 
 def _interval(ratio: Mapping[str, float]) -> str:
-    return f"{ratio['speedup']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
+    return with_interval(ratio["speedup"], ratio["low"], ratio["high"])
 
 
 def _near_ties(results: Mapping[str, Any]) -> list[str]:

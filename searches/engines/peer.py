@@ -36,7 +36,7 @@ ENGINES = tuple(sorted(file.stem for file in ADAPTERS.glob("[!_]*.py")))
 """The engines that have a file in ``adapters/``."""
 METHODS = ("plain", "prompt_lookup", "draft_model")
 _WORKER = Path(__file__).with_name("worker.py")
-_LONGEST = 4096  # tokens of prompt and output that vLLM is asked to hold
+_LONGEST = 4096  # tokens of prompt and output that engines are asked to hold
 _ANSWER_SECONDS = 600.0  # within which an engine loads a model, or decodes a prompt
 
 
@@ -54,6 +54,7 @@ class EnginePeer:
 
     Attributes:
         precision: of the engine's arithmetic and its cache, as it states them; it may not follow ``dtype``.
+        rounds_to: the data type to which it rounds at most.
         outputs: the new tokens of each prompt.
 
     Raises:
@@ -83,6 +84,7 @@ class EnginePeer:
             raise InputError(f"python: {python} is not a program")
         file = str(ADAPTERS / f"{self.engine}.py")
         self._adapter = load_adapter(file)
+        self.rounds_to = DTYPES[getattr(self._adapter, "ROUNDS_TO", self.dtype)]
         own = {"OMP_NUM_THREADS": str(torch.get_num_threads())} | _intel_openmp(python)
         self._settings = {
             "model": self._for_engine(self.target),

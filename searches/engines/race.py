@@ -19,7 +19,6 @@ from typing import Any
 from layerskip import Measurement, PromptSet, SpeculativeConfig, Target, UnsupportedModel
 from layerskip.measure.measure import Contender, Decoder, Task, interleave
 from layerskip.measure.measurement import Sample
-from layerskip.models.loading import DTYPES
 from searches.app.checks import InputError, check_list
 from searches.backends.engine_process import interpreter
 from searches.engines.peer import ENGINES, EnginePeer
@@ -154,7 +153,7 @@ def race(
         speeds = {name: Measurement.of(tuned, PLAIN, name).speedup for name in (*own, *peers) if name not in dropped}
         notes, trials = list[str](), list[EngineTrial]()
         for engine in (engine for engine in engines if f"{engine}, plain" in speeds):
-            if (reason := reason_against(engine, speeds[f"{engine}, plain"], max(speeds.values()))) is not None:
+            if (reason := reason_against(engine, speeds[f"{engine}, plain"], max(speeds.values()), drafts)) is not None:
                 say(f"engines: {reason}")
                 notes.append(reason)
                 continue
@@ -235,7 +234,7 @@ def _judged(
 def _reference(rows: Sequence[Mapping[str, Sample]], name: str, peer: EnginePeer | None) -> dict[str, int]:
     """Return the comparison of a contender's outputs with those of our plain decoding."""
     lossless = Measurement.of(rows, PLAIN, name).lossless
-    lossless = lossless if peer is None else lossless.judged_in(DTYPES[str(peer.dtype)])
+    lossless = lossless if peer is None else lossless.judged_in(peer.rounds_to)
     different, ties = len(lossless.divergences), sum(each.near_tie for each in lossless.divergences)
     counts = {"compared": lossless.compared, "same": lossless.compared - different}
     return counts | {"near_ties": ties, "changed": different - ties}

@@ -59,9 +59,12 @@ class EngineTrial:
         )
 
 
-def reason_against(engine: str, plain: float, leader: float) -> str | None:
-    """Return why an engine gets no trials, given speedups over our plain decoding, or None if it can win."""
-    if plain * BEST_GAIN >= leader:
+def reason_against(engine: str, plain: float, leader: float, drafts: Sequence[str] = ()) -> str | None:
+    """Return why an engine gets no trials, given speedups over our plain decoding, or None if it can win.
+
+    The gain of draft models has no such bound.
+    """
+    if drafts or plain * BEST_GAIN >= leader:
         return None
     return (
         f"{engine} gets no trials: its plain decoding is {plain:.2f} x ours. Times {BEST_GAIN:g}, the best published "
@@ -92,7 +95,7 @@ def engine_trials(
         """Measure trials and return the fastest, if any could be measured in time."""
         measured = list[EngineTrial]()
         for trial in trials:
-            if time.monotonic() > end and found:
+            if time.monotonic() > end and (found or measured):
                 break
             try:
                 with contextlib.closing(load(**trial.settings)) as peer:

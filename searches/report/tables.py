@@ -39,6 +39,11 @@ def output_state(measured: Mapping[str, Any]) -> str:
     return _OUTPUTS[measured["losslessness"]["verdict"]]
 
 
+def with_interval(speedup: float, low: float, high: float) -> str:
+    """Return a speedup and its interval."""
+    return f"{speedup:.2f} ({low:.2f} to {high:.2f})"
+
+
 def speedup_cells(metrics: Mapping[str, Any], digits: int) -> Row:
     """Return the speedup and its interval; both are empty if no prompt has a speed."""
     if not measured_prompts(metrics):
@@ -102,7 +107,7 @@ def race_rows(race: Race) -> list[Row]:
             "engine": f"{row.name} {row.version}".rstrip(),
             "tokens/s": f"{row.measured['tokens_per_second']:.1f}",
             **speedup_cells(row.measured, 2),
-            "over its own plain": "" if row.own_speedup is None else "{:.2f} ({:.2f} to {:.2f})".format(*row.own_speedup),
+            "over its own plain": "" if row.own_speedup is None else with_interval(*row.own_speedup),
             "outputs as its own plain": "{} of {}".format(*row.same_outputs),
             "as layerskip, plain": "{same} of {compared}; {near_ties} near-ties, {changed} changed".format(**row.reference),
             "precision": ", ".join(sorted({value for name, value in row.precision.items() if name != "build"})),

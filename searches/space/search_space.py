@@ -19,7 +19,6 @@ import optuna
 from layerskip import DraftPlan, PlanError, SpeculativeConfig, StopRule
 from layerskip.config import Costs, Field, Method, methods
 from layerskip.draft_plan import BITS, KEEP, NAMES, SKIP
-from layerskip.models.packing import may_take
 from searches.app.checks import InputError, check_list, check_number, check_whole, read_bytes
 
 T = TypeVar("T")
@@ -326,8 +325,9 @@ class SearchSpace:
         if self.copies_bytes is None or self.memory is None:
             return ""
         size = sum(self.copies_bytes(plans).values())
-        fits = may_take(size, int(self.memory))
-        return "" if fits else f"copies of weights take {size:,} bytes, and space.memory is {self.memory:,}"
+        return (
+            "" if size <= int(self.memory) else f"copies of weights take {size:,} bytes, and space.memory is {self.memory:,}"
+        )
 
     def allows(self, config: SpeculativeConfig) -> bool:
         """Return whether a trial may choose a configuration."""

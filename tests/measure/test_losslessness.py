@@ -109,3 +109,5 @@ def test_a_near_tie_of_another_decoder_is_judged_by_its_own_rounding() -> None:
     verdicts = [tie.judged_in(dtype).verdict for dtype in (torch.bfloat16, torch.float16)]
     assert (tie.verdict, *verdicts) == ("different", "near_tie", "different")
     assert tie.judged_in(torch.bfloat16).to_dict()["tolerance"] == 0.5
+    half = Losslessness(1, (Divergence("a", 3, 0.3, 0.4, largest_logit=16.0),))  # this library's own rounding stays
+    assert half.judged_in(torch.float32).verdict == "near_tie"

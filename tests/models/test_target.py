@@ -205,6 +205,11 @@ def test_the_weights_sample_covers_every_kind_of_tensor() -> None:
             {"rope_theta": 500.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
         ),
         (
+            "phi3",
+            {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+            {"rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        ),
+        (
             "gemma3_text",
             {
                 "full_attention": {"rope_type": "default", "rope_theta": 500.0},

@@ -58,6 +58,7 @@ def at_pace(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
         ),
         (DRAFTING, 4.0, 4, ("speculation: on", "4.00 times as long", "0.55 x the plain", "leave speculation off")),
         ((), 1.0, 0, ("speculation: off", "1.00 x", 'No drafts are made. Try --speculative-config \'{"method": "ngram"')),
+        ((), 3.0, 0, ("speculation: off", "0.33 x", "No drafts are made")),
         ((*DRAFTING, "--fault", "wrong"), 1.0, 4, ("on 6 of 6", "token in 6 of 72", "is not that of plain decoding")),
         ((*DRAFTING, "--fault", "other_metrics"), 1.0, 0, ("speculation: on", "2.20 x", "Without counts by position")),
         (
@@ -73,7 +74,7 @@ def at_pace(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
             ("speculation: off", "Try --spec-type ngram-simple --spec-ngram-simple-size-n 4"),
         ),
     ],
-    ids=["good", "shorter", "bad", "off", "lossy", "uncounted", "llama.cpp", "llama.cpp off"],
+    ids=["good", "shorter", "bad", "off", "off and slower", "lossy", "uncounted", "llama.cpp", "llama.cpp off"],
 )
 def test_a_server_is_named_for_what_it_is(
     drafting: tuple[str, ...],

@@ -3,6 +3,7 @@
 A file is named after the package of its engine, and imports nothing but the standard library at its top. It has
 
 - ``LOADS``: ``folder`` or ``gguf``, the form in which the engine loads a model;
+- ``ROUNDS_TO``, if it is not the data type that is asked for: that to which the engine rounds at most;
 - ``conversion(python, saved, dtype)``, if folders must be converted: the words of the command, without the new folder;
 - ``command(settings)``: the command that decodes so without this program;
 - ``Engine(settings)`` with ``version``, ``precision`` and ``decode(request, on_round)``, which returns the new tokens.

@@ -12,7 +12,7 @@ _KINDS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
 def conversion(python: str, saved: str, dtype: str) -> list[str]:
-    """Return the command that converts a saved model, whose last word is the new folder."""
+    """Return the command that converts a saved model, without the new folder."""
     precision = "fp16" if dtype == "float16" else "fp32"  # which contains bfloat16
     command = [python, "-m", "optimum.commands.optimum_cli", "export", "openvino", "--model", saved]
     return [*command, "--task", "text-generation-with-past", "--weight-format", precision]

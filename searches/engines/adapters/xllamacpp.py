@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 LOADS = "gguf"
+ROUNDS_TO = "bfloat16"  # activations of 8 bits
 
 
 def command(settings: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 
 from layerskip import DraftPlan, Export, SpeculativeConfig, Target, generate, load_target, save_draft_checkpoint
 from layerskip.measure.measure import Task
+from layerskip.measure.measurement import Measurement
+from searches.backends.backend import BASELINE, CANDIDATE, Comparison, Workload
 from searches.backends.client import Client
 from searches.backends.engine_process import EngineProcess, free_port
 from searches.backends.vllm import VllmBackend
@@ -119,3 +122,21 @@ def test_the_exported_command_serves_the_text_of_plain_decoding(
             assert (answer.text, list(answer.tokens or ())) == (expected.text, list(expected.tokens))
     finally:
         server.stop()
+
+
+def test_a_schedule_sets_the_draft_length_by_the_number_of_requests(
+    python: str, tiny_target: Target, tmp_path: Path
+) -> None:
+    schedule = [[1, 1, LOOKUP.num_speculative_tokens], [2, 64, 0]]
+    backend = VllmBackend(tiny_target, python=python, args=ARGS, folder=str(tmp_path), schedule=schedule)
+    with contextlib.closing(backend):
+        alone, together = (
+            Measurement.of(
+                backend.compare(Comparison({CANDIDATE: LOOKUP}, PROMPTS, Task(max_new_tokens=TOKENS), Workload(count))),
+                BASELINE,
+                CANDIDATE,
+            )
+            for count in (1, len(PROMPTS))
+        )
+    assert alone.lossless.verdict == together.lossless.verdict == "exact"
+    assert alone.stats.drafted > 2 * together.stats.drafted  # the last requests of several are alone

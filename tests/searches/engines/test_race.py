@@ -118,8 +118,21 @@ def test_the_verdict_names_what_cannot_be_distinguished_from_the_fastest() -> No
     assert "Not distinguishable from it: two, plain." in verdict
 
 
+def test_no_trial_of_an_engine_starts_when_its_time_is_over(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((0.0, 10.0, 90.0, 130.0, 140.0, 150.0))
+    monkeypatch.setattr(trials, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(
+        trials,
+        "interleave",
+        lambda *_: [{"ours": Known._sample(item, 1.0), "engine": Known._sample(item, 1.0)} for item in TUNE],
+    )
+    found = trials.engine_trials(lambda **_: SimpleNamespace(close=lambda: None), "engine", [], target, TUNE, Task())
+    assert [trial.num_speculative_tokens for trial in found] == [8, 4]  # at 10 and at 90 seconds
+
+
 def test_an_engine_that_cannot_reach_the_leader_gets_no_trials() -> None:
     assert trials.reason_against("slow", 0.5, 1.35) is None
+    assert trials.reason_against("slow", 0.1, 1.35, ["a draft model, whose gain has no such bound"]) is None
     reason = trials.reason_against("slow", 0.4, 1.35)
     assert reason and reason.startswith("slow gets no trials: its plain decoding is 0.40 x ours.")
 
