@@ -343,7 +343,7 @@ def schedule(config: DictConfig) -> Confirmed:
     backend = backend_alone(config, target)
     drafter = _drafter(config.config, target, backend)
     assert isinstance(backend, ServedBackend)
-    settings = {"lengths": sorted(config.lengths), "measure": OmegaConf.to_container(config.measure), **asdict(loads)}
+    settings = {"lengths": sorted(set(config.lengths)), "measure": OmegaConf.to_container(config.measure), **asdict(loads)}
     identity = digest(
         [settings, drafter.to_dict(), attachment_digests(drafter), prompts.digest, backend.describe(), config.seed]
     )[:12]
