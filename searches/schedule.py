@@ -5,8 +5,8 @@ Usage: ``python -m searches.schedule [config=outputs/<study>/best.json] [workloa
 The longest draft is measured first at every number of requests. Its acceptance by position and its cost predict the
 shorter ones, and those that cannot be the fastest at any number are left out. The fastest length at each number, or no
 drafting, makes the schedule. It is measured on held-out prompts beside every fixed length that was tried, and drafting is
-switched off where it loses there. An engine of its own serves each length, next to plain decoding. An interrupted run
-resumes.
+switched off where it loses there. If a fixed length, or an engine without drafting, is faster over all numbers of requests,
+that is the result. An engine of its own serves each length, next to plain decoding. An interrupted run resumes.
 
 The export holds the schedule; ``searches.export`` prints the command that starts an engine with it.
 """
@@ -17,7 +17,7 @@ import contextlib
 import math
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -52,7 +52,7 @@ from searches.tracking.tracker import Tracker
 
 GOALS = ("tpot", "throughput", "p95_tpot", "p95_ttft")
 """What is compared: decoding time per token, tokens per second with the prefill, or the 95th percentile of a latency."""
-_SCHEDULE = "schedule"
+_SCHEDULE, _OFF = "schedule", "off"
 _AGAIN = "again"  # plain decoding once more, whose differing outputs are the noise of the engine
 _TIE = 0.01  # share of speed that a shorter draft may cost
 _CHANCE = 0.05  # probability below which more changed outputs are not by chance
@@ -290,7 +290,21 @@ class Search:
         for cell in lost:
             why = "loses to plain decoding" if cell.keeps_output else "changes the output"
             say(f"no drafting at {cell.concurrency} requests, where it {why} on held-out prompts")
-        return Confirmed(lengths | {cell.concurrency: 0 for cell in lost}, measured)
+        lengths |= {cell.concurrency: 0 for cell in lost}
+        if self.loads.limit_seconds is None and any(lengths.values()):
+            # An engine that can draft may be slower than one that cannot, also where its schedule says 0.
+            own = _geometric_mean(1.0 if cell in lost else cell.speedup[0] for cell in measured[_SCHEDULE])
+            fixed = [(1.0, 0)] + [
+                (_geometric_mean(cell.speedup[0] for cell in row), row[0].num_speculative_tokens)
+                for name, row in measured.items()
+                if name != _SCHEDULE and all(cell.keeps_output for cell in row)
+            ]
+            speedup, length = max(fixed)
+            if speedup > own:
+                faster = f"a fixed length of {length}" if length else "no drafting"
+                say(f"over all numbers of requests, {faster} is faster than the schedule")
+                lengths = dict.fromkeys(numbers, length)
+        return Confirmed(lengths, measured)
 
     def _loses(self, cell: Cell) -> bool:
         """Whether a schedule that drafts loses at a number of requests: in output, in speed, or under the limit."""
@@ -437,12 +451,14 @@ def _export(found: Confirmed, search: Search, target: Target, prompts: PromptSet
 
 def _by_load(row: Sequence[Cell]) -> dict[str, Any]:
     """Return the cells of a contender as a row of a record."""
-    return {f"at_{cell.concurrency}": cell.to_dict() for cell in row} | {"geometric_mean": _geometric_mean(row)}
+    return {f"at_{cell.concurrency}": cell.to_dict() for cell in row} | {
+        "geometric_mean": _geometric_mean(cell.speedup[0] for cell in row)
+    }
 
 
-def _geometric_mean(row: Sequence[Cell]) -> float:
+def _geometric_mean(speedups: Iterable[float]) -> float:
     """Return the speedup over all numbers of requests, each of which counts alike."""
-    return math.exp(statistics.fmean(math.log(cell.speedup[0]) for cell in row))
+    return math.exp(statistics.fmean(map(math.log, speedups)))
 
 
 def report(found: Confirmed, cells: Sequence[Cell], loads: Loads, record: Mapping[str, Any]) -> str:
@@ -453,8 +469,12 @@ def report(found: Confirmed, cells: Sequence[Cell], loads: Loads, record: Mappin
     by_contender: list[Row] = []
     for name, row in found.cells.items():
         shown = {f"{cell.concurrency} in flight": with_interval(*cell.speedup) for cell in row}
-        by_contender.append({"held-out prompts": name} | shown | {"geometric mean": f"{_geometric_mean(row):.2f}"})
-    by_contender.append({"held-out prompts": "off"} | {f"{at} in flight": "1.00" for at in loads.concurrency})
+        by_contender.append(
+            {"held-out prompts": name}
+            | shown
+            | {"geometric mean": f"{_geometric_mean(cell.speedup[0] for cell in row):.2f}"}
+        )
+    by_contender.append({"held-out prompts": _OFF} | {f"{at} in flight": "1.00" for at in loads.concurrency})
     by_contender[-1]["geometric mean"] = "1.00"
     requests: list[Row] = []
     for cell in found.cells.get(_SCHEDULE, ()):

@@ -54,6 +54,7 @@ class Planted(ServedBackend):
     slopes: dict[int, float] = field(default_factory=dict)
     held_out: dict[int, float] = field(default_factory=dict)
     changed: Collection[int] = ()  # numbers of requests at which drafting changes outputs
+    burden: float = 1.0  # how many times as long an engine with a schedule takes where it does not draft
     first: float = 0.0  # seconds that each drafted token adds to the first token
     broken: Collection[int] = ()  # draft lengths with which the engine does not start
     name = "planted"
@@ -72,18 +73,19 @@ class Planted(ServedBackend):
                 raise BackendError("planted: no memory", name=name)
         for item in asked.prompts:
             slopes = self.held_out if item in HELD_OUT.items and self.held_out else self.slopes
-            row = {BASELINE: self._planted(item, 0, 0.0, concurrency)}
+            row = {BASELINE: self._planted(item, 0, 0.0, concurrency, False)}
             for name, config in asked.configs.items():
                 length = config.num_speculative_tokens if config.method != "none" else 0
                 for first, last, scheduled in self.schedule if length else ():
                     length = scheduled if first <= concurrency <= last else length
-                row[name] = self._planted(item, length, slopes[concurrency], concurrency)
+                row[name] = self._planted(item, length, slopes[concurrency], concurrency, config.method != "none")
                 self.asked.append((length, concurrency))
             yield row
 
-    def _planted(self, item: Any, length: int, slope: float, concurrency: int) -> Sample:
+    def _planted(self, item: Any, length: int, slope: float, concurrency: int, is_drafting: bool) -> Sample:
         rounds = (*drafts(length), *[Round(0, 0, 1)] * (TOKENS - COPIED))
         seconds, first = TOKENS / speedup(length, slope), 1.0 + self.first * length
+        seconds *= self.burden if self.schedule and is_drafting and not length else 1.0
         different = (Divergence(item.id, 0, 9.0, 0.1),) if length and concurrency in self.changed else ()
         return Sample(
             item.id,
@@ -142,6 +144,20 @@ def test_a_schedule_that_loses_or_changes_the_output_on_held_out_prompts_is_off_
     assert confirmed.lengths == {1: 5, 4: 0}
     found = search(Planted(slopes={1: 0.02, 4: 0.02}, changed=[1]))
     assert found.confirm(found.tune(PROMPTS, predict=True), HELD_OUT, 1).lengths == {1: 0, 4: 5}
+
+
+@pytest.mark.parametrize(
+    ("slopes", "lengths"), [({1: 0.02, 4: 2.0}, {1: 0, 4: 0}), ({1: 0.01, 4: 0.02, 16: 0.68}, {1: 5, 4: 5, 16: 5})]
+)
+def test_a_schedule_is_not_the_result_where_its_engine_is_slower_over_all(
+    slopes: dict[int, float], lengths: dict[int, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As vLLM on a CPU, the engine is slower than one without drafting where its schedule says 0, or 1."""
+    found = search(Planted(slopes=slopes, burden=9.0), lengths=(5,))
+    confirmed = found.confirm(found.tune(PROMPTS, predict=False), HELD_OUT, 1)
+    assert confirmed.lengths == lengths and confirmed.ranges == []
+    if not any(lengths.values()):
+        assert "no drafting is faster than the schedule" in capsys.readouterr().out
 
 
 def test_a_length_that_the_engine_cannot_run_costs_itself_alone(capsys: pytest.CaptureFixture[str]) -> None:
