@@ -22,7 +22,7 @@ from layerskip.measure.measurement import Sample
 from searches.app.checks import InputError, check_list
 from searches.backends.engine_process import interpreter
 from searches.engines.peer import ENGINES, EnginePeer
-from searches.engines.trials import EngineTrial, engine_trials, reason_against
+from searches.engines.trials import EngineTrial, EngineTrials, reason_against
 from searches.progress import say
 
 RACE_FILE = "engines.json"
@@ -139,16 +139,14 @@ def race(
         peers: dict[str, EnginePeer] = {}
         left_out: list[str] = []
 
-        def add(name: str, engine: str, **settings: Any) -> None:
+        for engine in engines:
+            name = f"{engine}, plain"
             say(f"engines: loading {name}")
             try:
-                peers[name] = opened.enter_context(contextlib.closing(load(engine, **settings)))
+                peers[name] = opened.enter_context(contextlib.closing(load(engine, "plain")))
             except UnsupportedModel as error:
                 say(f"engines: left out: {error}")
                 left_out.append(str(error))
-
-        for engine in engines:
-            add(f"{engine}, plain", engine, method="plain")
         tuned, dropped = _measure(target, tune, own, peers, task, lambda: None)
         speeds = {name: Measurement.of(tuned, PLAIN, name).speedup for name in (*own, *peers) if name not in dropped}
         notes, trials = list[str](), list[EngineTrial]()
@@ -157,10 +155,10 @@ def race(
                 say(f"engines: {reason}")
                 notes.append(reason)
                 continue
-            found = engine_trials(partial(load, engine), engine, drafts, target, tune, task)
-            trials += found
-            for trial in [*found[:1], *(trial for trial in found[1:] if trial.is_default)]:
-                add(trial.name, engine, **trial.settings)
+            tried = EngineTrials(engine, partial(load, engine), target, tune, task)
+            opened.callback(tried.close)
+            trials += tried.run(drafts)
+            peers |= tried.peers
         for peer in peers.values():
             peer.outputs.clear()  # those of held-out prompts are compared
         alive = {name: peer for name, peer in peers.items() if name not in dropped}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,45 +72,67 @@ def reason_against(engine: str, plain: float, leader: float, drafts: Sequence[st
     )
 
 
-def engine_trials(
-    load: Callable[..., EnginePeer],
-    engine: str,
-    drafts: Sequence[str],
-    target: Target,
-    prompts: PromptSet,
-    task: Task,
-) -> list[EngineTrial]:
-    """Measure an engine's drafting one way after the other, and return the trials, the fastest first.
-
-    Draft lengths come first, then n-grams with the best length; then draft models, and the best one with other lengths.
-    What the engine refuses, or under which it ends, is left out.
+@dataclass
+class EngineTrials:
+    """The trials of one engine, with the engines that stay loaded: the fastest so far, and the usual lookup.
 
     Args:
         load: starts the engine with the settings of a trial.
-        drafts: folders, hub ids or files of draft models.
     """
-    end, found, plain = time.monotonic() + SECONDS, list[EngineTrial](), Decoder.of(target, SpeculativeConfig())
 
-    def best_of(trials: Sequence[EngineTrial]) -> list[EngineTrial]:
+    engine: str
+    load: Callable[..., EnginePeer]
+    target: Target
+    prompts: PromptSet
+    task: Task
+
+    def __post_init__(self) -> None:
+        self.found: list[EngineTrial] = []
+        self.peers: dict[str, EnginePeer] = {}  # by the names of their trials
+        self._plain, self._end = Decoder.of(self.target, SpeculativeConfig()), time.monotonic() + SECONDS
+
+    def run(self, drafts: Sequence[str]) -> list[EngineTrial]:
+        """Measure one way of drafting after the other, and return the trials, the fastest first.
+
+        Draft lengths come first, then n-grams with the best length; then draft models, which are folders, hub ids or files,
+        and the best one with other lengths. What the engine refuses, or under which it ends, is left out.
+        """
+        made = partial(EngineTrial, self.engine)
+        for best in self._best_of([made("prompt_lookup", length) for length in _LOOKUPS]):
+            self._best_of([made("prompt_lookup", best.num_speculative_tokens, longest) for longest in _NGRAMS[1:]])
+        for best in self._best_of([made("draft_model", _DRAFTS[0], draft_model=draft) for draft in drafts]):
+            self._best_of([made("draft_model", length, draft_model=best.draft_model) for length in _DRAFTS[1:]])
+        return sorted(self.found, key=lambda trial: -trial.speedup)
+
+    def close(self) -> None:
+        """End the engines that are loaded."""
+        for peer in self.peers.values():
+            peer.close()
+
+    def _best_of(self, trials: Sequence[EngineTrial]) -> list[EngineTrial]:
         """Measure trials and return the fastest, if any could be measured in time."""
-        measured = list[EngineTrial]()
-        for trial in trials:
-            if time.monotonic() > end and (found or measured):
-                break
-            try:
-                with contextlib.closing(load(**trial.settings)) as peer:
-                    rows = list(interleave(target, prompts, {_OURS: plain, engine: peer}, task))
-            except UnsupportedModel as error:
-                say(f"engines: trial left out: {error}")
-                continue
-            speedup = Measurement.of(rows, _OURS, engine).speedup
-            measured.append(EngineTrial(engine, **trial.settings, speedup=speedup))
-            say(f"engines: trial: {trial.name}: {speedup:.2f} x our plain decoding")
-        found.extend(measured)
+        measured = [done for trial in trials for done in self._measured(trial)]
         return sorted(measured, key=lambda trial: -trial.speedup)[:1]
 
-    for best in best_of([EngineTrial(engine, "prompt_lookup", length) for length in _LOOKUPS]):
-        best_of([EngineTrial(engine, "prompt_lookup", best.num_speculative_tokens, longest) for longest in _NGRAMS[1:]])
-    for best in best_of([EngineTrial(engine, "draft_model", _DRAFTS[0], draft_model=draft) for draft in drafts]):
-        best_of([EngineTrial(engine, "draft_model", length, draft_model=best.draft_model) for length in _DRAFTS[1:]])
-    return sorted(found, key=lambda trial: -trial.speedup)
+    def _measured(self, trial: EngineTrial) -> list[EngineTrial]:
+        if time.monotonic() > self._end and self.found:
+            return []
+        say(f"engines: trial: {trial.name}")
+        try:
+            peer = self.peers[trial.name] = self.load(**trial.settings)
+            rows = list(interleave(self.target, self.prompts, {_OURS: self._plain, self.engine: peer}, self.task))
+        except UnsupportedModel as error:
+            say(f"engines: trial left out: {error}")
+            self._unload([trial.name])
+            return []
+        done = replace(trial, speedup=Measurement.of(rows, _OURS, self.engine).speedup)
+        self.found.append(done)
+        say(f"engines: trial: {trial.name}: {done.speedup:.2f} x our plain decoding")
+        fastest = max(self.found, key=lambda each: each.speedup)
+        self._unload([each.name for each in self.found if not each.is_default and each is not fastest])
+        return [done]
+
+    def _unload(self, names: Sequence[str]) -> None:
+        for name in names:
+            if (peer := self.peers.pop(name, None)) is not None:
+                peer.close()

@@ -75,11 +75,11 @@ def test_every_engine_is_measured_plain_and_with_lookup_beside_ours(target: Targ
 
 
 @pytest.mark.parametrize(
-    ("fastest", "tried"),
+    ("fastest", "expected"),
     [((16, 2), {(8, 3), (4, 3), (16, 3), (16, 2), (16, 4)}), ((8, 3), {(8, 3), (4, 3), (16, 3), (8, 2), (8, 4)})],
 )
 def test_trials_find_the_fastest_lookup_of_an_engine(
-    fastest: tuple[int, int], tried: set[tuple[int, int]], target: Target, monkeypatch: pytest.MonkeyPatch
+    fastest: tuple[int, int], expected: set[tuple[int, int]], target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each setting takes a second more for every step from the fastest; one is refused."""
 
@@ -97,13 +97,17 @@ def test_trials_find_the_fastest_lookup_of_an_engine(
         asked.append((num_speculative_tokens, prompt_lookup_max))
         if asked[-1] == (4, 3):
             raise UnsupportedModel("engine: refuses four tokens")
-        return SimpleNamespace(lengths=asked[-1], close=lambda: closed.append(asked[-1]))
+        lengths = asked[-1]
+        return SimpleNamespace(lengths=lengths, close=lambda: closed.append(lengths))
 
     asked, closed, drafted = list[tuple[int, int]](), list[tuple[int, int]](), list[tuple[str, int]]()
     monkeypatch.setattr(trials, "interleave", interleave)
-    found = trials.engine_trials(load, "engine", ["long name", "name"], target, PROMPTS, Task())
+    tried = trials.EngineTrials("engine", load, target, PROMPTS, Task())
+    found = tried.run(["long name", "name"])
     assert drafted == [("long name", 4), ("name", 4), ("name", 2), ("name", 8)]
-    assert set(asked) == tried and set(closed) == tried - {(4, 3)}
+    assert set(asked) == expected and set(closed) == expected - {(4, 3), (8, 3), fastest}  # two stay loaded
+    tried.close()
+    assert set(closed) == expected - {(4, 3)}
     assert (found[0].num_speculative_tokens, found[0].prompt_lookup_max) == fastest
     assert [trial.speedup for trial in found] == sorted((trial.speedup for trial in found), reverse=True)
     assert found[0].speedup == pytest.approx(10.0)
@@ -126,7 +130,8 @@ def test_no_trial_of_an_engine_starts_when_its_time_is_over(target: Target, monk
         "interleave",
         lambda *_: [{"ours": Known._sample(item, 1.0), "engine": Known._sample(item, 1.0)} for item in TUNE],
     )
-    found = trials.engine_trials(lambda **_: SimpleNamespace(close=lambda: None), "engine", [], target, TUNE, Task())
+    tried = trials.EngineTrials("engine", lambda **_: SimpleNamespace(close=lambda: None), target, TUNE, Task())  # type: ignore[arg-type, return-value]
+    found = tried.run([])
     assert [trial.num_speculative_tokens for trial in found] == [8, 4]  # at 10 and at 90 seconds
 
 
