@@ -33,7 +33,7 @@ from layerskip import Export, Measurement, PromptSet, Sampling, SpeculativeConfi
 from layerskip.config import methods
 from layerskip.export import attachment_digests
 from layerskip.files import digest, write_json
-from layerskip.measure.measurement import MIN_RESAMPLED, check_output
+from layerskip.measure.measurement import MIN_RESAMPLED, Sample, check_output
 from layerskip.models.environment import environment
 from searches.app.application import run
 from searches.app.checks import InputError, check_flag, check_list, check_number, check_seed, check_whole
@@ -69,9 +69,6 @@ class Loads:
     limit_seconds: float | None
 
     def __post_init__(self) -> None:
-        check_list("workload.concurrency", self.concurrency, or_empty=False)
-        for count in self.concurrency:
-            check_whole("workload.concurrency", count)
         check_list("workload.goal", [self.goal], GOALS)
         if self.limit_seconds is not None:
             check_number("workload.limit_seconds", self.limit_seconds)
@@ -141,10 +138,12 @@ def _speedup(measured: Measurement, percentile: str | None) -> tuple[float, floa
         found = request_metrics(pairs)
         return found[f"{BASELINE}_{percentile}"] / found[percentile]
 
-    pairs = list(zip(measured.baseline, measured.candidate, strict=True))
-    random, ratios = np.random.default_rng(0), list[float]()
-    for _ in range(_RESAMPLES if len(pairs) >= MIN_RESAMPLED else 0):
-        chosen = [pairs[place] for place in random.integers(len(pairs), size=len(pairs))]
+    by_prompt: dict[str, list[tuple[Sample, Sample]]] = {}  # a prompt counts with all its repeats
+    for pair in zip(measured.baseline, measured.candidate, strict=True):
+        by_prompt.setdefault(pair[0].prompt_id, []).append(pair)
+    prompts, random, ratios = list(by_prompt.values()), np.random.default_rng(0), list[float]()
+    for _ in range(_RESAMPLES if len(prompts) >= MIN_RESAMPLED else 0):
+        chosen = [pair for place in random.integers(len(prompts), size=len(prompts)) for pair in prompts[place]]
         ratios.append(ratio(Measurement(*(tuple(side) for side in zip(*chosen, strict=True)))))
     low, high = np.quantile(ratios, [0.025, 0.975]) if ratios else (0.0, math.inf)
     return ratio(measured), float(low), float(high)
@@ -212,11 +211,18 @@ def as_ranges(lengths: Mapping[int, int]) -> list[list[int]]:
 class Confirmed:
     """The result on held-out prompts: what was measured of each contender, by its name and the number of requests.
 
-    ``lengths`` are those of the schedule, by number of requests, without those that lost.
+    ``lengths`` are those of the result, by number of requests, without those that lost. ``name`` is that of the contender
+    that has them.
     """
 
     lengths: Mapping[int, int]
     cells: Mapping[str, Sequence[Cell]]
+    name: str
+
+    @property
+    def row(self) -> Sequence[Cell]:
+        """What was measured of the result; empty if it does not draft."""
+        return self.cells.get(self.name, ())
 
     @property
     def ranges(self) -> list[list[int]]:
@@ -285,7 +291,7 @@ class Search:
             measured[_SCHEDULE] = measured[f"always {longest}"]
         if longest and _SCHEDULE not in measured:
             say("the schedule could not be measured on held-out prompts: no drafting")
-            return Confirmed(dict.fromkeys(numbers, 0), measured)
+            return Confirmed(dict.fromkeys(numbers, 0), measured, _OFF)
         lost = [cell for cell in measured.get(_SCHEDULE, ()) if self._loses(cell)]
         for cell in lost:
             why = "loses to plain decoding" if cell.keeps_output else "changes the output"
@@ -294,17 +300,18 @@ class Search:
         if self.loads.limit_seconds is None and any(lengths.values()):
             # An engine that can draft may be slower than one that cannot, also where its schedule says 0.
             own = _geometric_mean(1.0 if cell in lost else cell.speedup[0] for cell in measured[_SCHEDULE])
-            fixed = [(1.0, 0)] + [
-                (_geometric_mean(cell.speedup[0] for cell in row), row[0].num_speculative_tokens)
+            fixed = {_OFF: 1.0} | {
+                name: _geometric_mean(cell.speedup[0] for cell in row)
                 for name, row in measured.items()
                 if name != _SCHEDULE and all(cell.keeps_output for cell in row)
-            ]
-            speedup, length = max(fixed)
-            if speedup > own:
-                faster = f"a fixed length of {length}" if length else "no drafting"
+            }
+            best = max(fixed, key=lambda name: fixed[name])
+            if fixed[best] > own:
+                faster = "no drafting" if best == _OFF else best
                 say(f"over all numbers of requests, {faster} is faster than the schedule")
-                lengths = dict.fromkeys(numbers, length)
-        return Confirmed(lengths, measured)
+                length = 0 if best == _OFF else measured[best][0].num_speculative_tokens
+                return Confirmed(dict.fromkeys(numbers, length), measured, best)
+        return Confirmed(lengths, measured, _SCHEDULE if any(lengths.values()) else _OFF)
 
     def _loses(self, cell: Cell) -> bool:
         """Whether a schedule that drafts loses at a number of requests: in output, in speed, or under the limit."""
@@ -416,6 +423,8 @@ def _checked(config: DictConfig) -> Loads:
         raise InputError("backend.schedule: is what this program finds")
     asked = config.workload
     check_list("workload.concurrency", asked.concurrency, or_empty=False)
+    for count in asked.concurrency:
+        check_whole("workload.concurrency", count)
     return Loads(tuple(sorted(set(asked.concurrency))), asked.goal, asked.limit_seconds)
 
 
@@ -442,7 +451,7 @@ def _export(found: Confirmed, search: Search, target: Target, prompts: PromptSet
     config = search.of_length(max(found.lengths.values()))
     backend = replace(search.backend, schedule=found.ranges)
     evidence: dict[str, Any] = {"prompts_digest": prompts.digest, "max_new_tokens": search.max_new_tokens}
-    for cell in found.cells.get(_SCHEDULE, ()):
+    for cell in found.row:
         if cell.concurrency in drafting[:1]:
             evidence |= {**cell.measurement, METRICS: cell.metrics, "goal_speedup": list(cell.speedup)}
     where = environment(target) | described(backend, search.loads.workload(min(drafting, default=1)))
@@ -477,7 +486,7 @@ def report(found: Confirmed, cells: Sequence[Cell], loads: Loads, record: Mappin
     by_contender.append({"held-out prompts": _OFF} | {f"{at} in flight": "1.00" for at in loads.concurrency})
     by_contender[-1]["geometric mean"] = "1.00"
     requests: list[Row] = []
-    for cell in found.cells.get(_SCHEDULE, ()):
+    for cell in found.row:
         metrics, shown = cell.metrics, {"in flight": str(cell.concurrency)}
         for title, name, factor in _LATENCIES:
             shown[title] = f"{factor * metrics[name]:.1f} (off: {factor * metrics[f'{BASELINE}_{name}']:.1f})"

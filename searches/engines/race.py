@@ -233,9 +233,9 @@ def _reference(rows: Sequence[Mapping[str, Sample]], name: str, peer: EnginePeer
     """Return the comparison of a contender's outputs with those of our plain decoding."""
     lossless = Measurement.of(rows, PLAIN, name).lossless
     lossless = lossless if peer is None else lossless.judged_in(peer.rounds_to)
-    different, ties = len(lossless.divergences), sum(each.near_tie for each in lossless.divergences)
-    counts = {"compared": lossless.compared, "same": lossless.compared - different}
-    return counts | {"near_ties": ties, "changed": different - ties}
+    found = lossless.to_dict()
+    same = found["compared"] - found["near_ties"] - found["different"]
+    return {"compared": found["compared"], "same": same, "near_ties": found["near_ties"], "changed": found["different"]}
 
 
 def _is_same_model(reference: Mapping[str, int]) -> bool:

@@ -54,11 +54,10 @@ def speedup_cells(metrics: Mapping[str, Any], digits: int) -> Row:
 
 def category_speedup(metrics: Mapping[str, Any], category: str) -> str:
     """Return the speedup of a category, with its interval if it has enough prompts for one."""
-    speedup = f"{metrics['speedup_by_category'][category]:.2f}"
+    speedup = metrics["speedup_by_category"][category]
     if metrics["prompts_by_category"][category] < _MIN_OF_A_CATEGORY:
-        return speedup
-    low, high = metrics["interval_by_category"][category]
-    return f"{speedup} ({low:.2f} to {high:.2f})"
+        return f"{speedup:.2f}"
+    return with_interval(speedup, *metrics["interval_by_category"][category])
 
 
 def empty_note(metrics: Mapping[str, Any]) -> list[str]:

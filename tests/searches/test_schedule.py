@@ -16,14 +16,14 @@ from mlflow import MlflowClient
 from layerskip import Export, PromptSet, SpeculativeConfig, load_target
 from layerskip.decoding.stats import DecodeStats, Round
 from layerskip.measure.losslessness import Divergence, Losslessness
-from layerskip.measure.measurement import Request, Sample
+from layerskip.measure.measurement import Measurement, Request, Sample
 from searches.app.checks import InputError
 from searches.app.composition import compose_config
 from searches.backends.backend import BASELINE, BackendError, Comparison
 from searches.backends.selection import exported_backend
 from searches.backends.served import ServedBackend
 from searches.results import ResultLog
-from searches.schedule import Loads, Search, as_ranges, worth_trying
+from searches.schedule import Loads, Search, _speedup, as_ranges, worth_trying
 from tests.searches.backends.processes import STANDIN
 from tests.searches.conftest import Launch
 
@@ -156,6 +156,8 @@ def test_a_schedule_is_not_the_result_where_its_engine_is_slower_over_all(
     found = search(Planted(slopes=slopes, burden=9.0), lengths=(5,))
     confirmed = found.confirm(found.tune(PROMPTS, predict=False), HELD_OUT, 1)
     assert confirmed.lengths == lengths and confirmed.ranges == []
+    assert confirmed.name == ("always 5" if any(lengths.values()) else "off")
+    assert [cell.num_speculative_tokens for cell in confirmed.row] == [length for length in lengths.values() if length]
     if not any(lengths.values()):
         assert "no drafting is faster than the schedule" in capsys.readouterr().out
 
@@ -197,6 +199,19 @@ def test_ranges_meet_and_hold_their_numbers(lengths: dict[int, int], ranges: lis
     assert as_ranges(lengths) == ranges
     by_count = [length for first, last, length in ranges for _ in range(first, last + 1)]
     assert all(by_count[count - 1] == length for count, length in lengths.items())
+
+
+def test_repeats_of_a_prompt_do_not_narrow_the_interval_of_a_percentile() -> None:
+    backend = Planted(slopes={1: 0.0})
+    slopes = (0.0, 0.1, 0.2, 0.3, 0.5, 0.9)
+    pairs = [
+        (backend._planted(item, 0, 0.0, 1, False), backend._planted(item, 5, slope, 1, True))
+        for item, slope in zip(PROMPTS.items, slopes, strict=False)
+    ]
+    once, often = (Measurement(*(tuple(side) for side in zip(*found, strict=True))) for found in (pairs, pairs * 9))
+    # Percentiles interpolate between neighbours, which differ a little if each value is there nine times.
+    first, second = (_speedup(measured, "tpot_p95") for measured in (once, often))
+    assert second[1:] == pytest.approx(first[1:], rel=0.06) and first[2] > first[0] * 1.2
 
 
 @pytest.mark.system
@@ -256,6 +271,7 @@ def test_the_program_exports_a_schedule_that_an_engine_follows(tiny_folder: Path
     [
         ("workload.concurrency=[0]", "workload.concurrency: 0 is not a whole number of at least 1"),
         ("workload.concurrency=[64]", "workload.concurrency: 64 requests need as many prompts in each half"),
+        ("workload.concurrency=[1,a]", "workload.concurrency: 'a' is not a whole number of at least 1"),
         ("workload.goal=speed", "workload.goal: 'speed' is not one of tpot"),
         ("workload.limit_seconds=1", "workload.limit_seconds: is a limit for p95_tpot and p95_ttft, not for tpot"),
         ("lengths=[]", "lengths: is empty"),
