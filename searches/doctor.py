@@ -5,7 +5,7 @@ Usage: ``python -m searches.doctor http://127.0.0.1:8000 [plain=URL] [concurrenc
 Drafts are counted by vLLM's or llama.cpp's counters under ``/metrics``, or by what llama.cpp states with each answer.
 Requests of others at the same time count, too. A server that gives log-probabilities of a prompt, as vLLM does, judges
 outputs: it reads each answer in one pass, without drafts. Neither engine lets a request switch drafts off, so speed is
-compared with a second server of the same model, which ``plain`` names. The exit code is 4 if speculation loses or changes
+compared with a second server of the same model, which ``plain`` names. The exit code is 1 if speculation loses or changes
 the output.
 """
 
@@ -32,7 +32,7 @@ from layerskip.engines.registry import ENGINES
 from layerskip.measure.measure import Task
 from layerskip.measure.measurement import MIN_RESAMPLED
 from layerskip.prompts import PromptItem
-from searches.app.application import NOT_CONFIRMED, run
+from searches.app.application import run
 from searches.app.checks import InputError, check_number, check_whole
 from searches.app.targets import command_line
 from searches.backends.client import Client, Completion, RequestFailed
@@ -239,7 +239,7 @@ def doctor(config: DictConfig) -> None:
         raise InputError(f"{'max_seconds: too few for a prompt' if late else 'url or plain'}: {error}") from None
     print(report(found, servers[_DRAFTING]))
     if found.loses:
-        sys.exit(NOT_CONFIRMED)
+        sys.exit(1)
 
 
 def _connect(field: str, url: str, limit_seconds: float, deadline: float) -> Client:

@@ -4,6 +4,7 @@ Usage: ``python -m searches.verify outputs/<study>/best.json [field=value]``
 
 The export's configuration and plain decoding take turns on held-out prompts, repeat by repeat, until the verdict is clear or
 the repeats are used up. An interrupted run resumes. The exit code states the verdict: 0 confirmed, 3 weaker, 4 refuted.
+``engines.json`` in place of ``best.json`` verifies the fastest engine, against the plain decoding that it was faster than.
 
 The claim is ``confirmed`` if its evidence holds, up to the difference between machines and days, ``refuted`` by what noise
 cannot explain, and ``weaker`` otherwise (docs/measuring.md). A claim above the interval is not refuted by other prompts than
@@ -34,7 +35,9 @@ from searches.app.application import NOT_CONFIRMED, run
 from searches.app.checks import InputError, check_number, check_seed, check_whole
 from searches.app.interrupt import interrupt_code
 from searches.app.targets import command_line, load_exported_target
+from searches.backends.backend import Workload
 from searches.backends.selection import closing, described, exported_backend
+from searches.engines.fastest import FastestBackend, FastestEngine
 from searches.report.tables import as_markdown, conditions, empty_note, with_interval
 from searches.results import ResultLog, record_header
 from searches.study.bench import BASELINE, ModelBench, Row, resumed_rows
@@ -71,7 +74,9 @@ def verify(config: DictConfig) -> None:
     _check_settings(settings := config.measure)
     if OmegaConf.is_missing(config, "export"):
         raise InputError("export: is missing; name the file, as in python -m searches.verify best.json")
-    export = Export.load(str(config.export))
+    fastest = FastestEngine.load(str(config.export))
+    export = Export.load(str(config.export)) if fastest is None else fastest.as_export()
+    name = export.config.label() if fastest is None else fastest.name
     max_new_tokens = settings.max_new_tokens or export.evidence.get("max_new_tokens", _MAX_NEW_TOKENS)
     check_whole("evidence.max_new_tokens", max_new_tokens)
     held_out: PromptSet = instantiate(config.prompts).split()[1]
@@ -84,22 +89,26 @@ def verify(config: DictConfig) -> None:
     claim = dataclasses.replace(claim, repeatable=claim.repeatable and _is_alike(export, target))
     refuse_answers_of("config", export.config, target, prompts)
     check_prompts(prompts, target, max_new_tokens)
-    backend, workload = exported_backend(config, export, target)
+    if fastest is None:
+        backend, workload = exported_backend(config, export, target)
+    else:
+        backend, workload = FastestBackend(target, fastest, Path(config.outputs) / "engines"), Workload()
     bench = ModelBench(backend, export.sampling, max_new_tokens, workload)
     asked = [export.config.to_dict(), attachment_digests(export.config), prompts.digest, config.seed, bench.conditions]
     unfinished = Path(config.outputs) / f"verify-{digest(asked)[:12]}.jsonl"
     measurement, verdict = None, judge_plain(claim.speedup)
-    if export.config.method != "none":
+    if export.config.method != "none" or (fastest is not None and fastest.name != fastest.base):
         if unfinished.exists() and time.time() - unfinished.stat().st_mtime > _STALE:
             unfinished.unlink()
         with closing(backend):
-            measurement, verdict = _measure(bench, export, claim, prompts, config, unfinished)
+            measurement, verdict = _measure(bench, name, export, claim, prompts, config, unfinished)
     header = record_header("layerskip.verification/1", target)
     record = header | {
         "environment": header["environment"] | described(backend, workload),
         "verdict": verdict.name,
         "reason": verdict.reason,
         "export": str(config.export),
+        "name": name,
         "config": export.config.to_dict(),
         "sampling": export.sampling.to_dict(),
         "claimed": None if claim.speedup is None else dataclasses.asdict(claim.speedup),
@@ -129,7 +138,7 @@ def _is_alike(export: Export, target: Target) -> bool:
 
 
 def _measure(
-    bench: ModelBench, export: Export, claim: Claim, prompts: PromptSet, config: DictConfig, file: Path
+    bench: ModelBench, name: str, export: Export, claim: Claim, prompts: PromptSet, config: DictConfig, file: Path
 ) -> tuple[Measurement, Verdict]:
     """Measure an export against plain decoding until its claim can be judged or the repeats are used up.
 
@@ -138,7 +147,7 @@ def _measure(
     """
     log, rows, most = ResultLog(file), list[Row](), config.measure.max_repeats
     resumed = f"; {len(log)} of them were before an interruption ({file})" if len(log) else ""
-    print(f"measuring {export.config.label()} on {len(prompts)} prompts, at most {most} x{resumed}", flush=True)
+    print(f"measuring {name} on {len(prompts)} prompts, at most {most} x{resumed}", flush=True)
     try:
         with tqdm(total=len(prompts) * most, unit="prompt", disable=None) as bar:
             for repeat in range(most):
@@ -327,7 +336,7 @@ def _report(record: Mapping[str, Any], export: Export, measurement: Measurement 
     lines = [f"{record['verdict']}: {record['reason']}", ""]
     if measurement is not None:
         lines += [*_table(export, measurement, record["looks"]), *empty_note(record["measured"]), ""]
-        lines += [f"{export.config.label()} on {conditions(record)}", ""]
+        lines += [f"{record['name']} on {conditions(record)}", ""]
     if record["differences"]:
         changed = [f"- {each['field']}: {each['exported']}, now {each['now']}" for each in record["differences"]]
         lines += ["Different from the export:", "", *changed]

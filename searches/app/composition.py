@@ -29,7 +29,7 @@ _TEXT = re.compile(r"(?P<start>\+{0,2}(?P<field>[\w.]+)=)(?P<value>.+)", re.DOTA
 _AS_HYDRA_READS = re.compile(r"""null|'(\\.|[^'\\])*'|"(\\.|[^"\\])*"|.*\$\{[^}]*\}.*""")
 _PATHS = (
     *("outputs", "record", "config", "export", "output", "inspect", "model", "corpus", "begin_like", "path"),
-    *("url", "plain", "draft", "folder", "python", "draft_folder", "cross_draft", "registry_root"),
+    *("url", "plain", "draft", "folder", "cache_folder", "python", "draft_folder", "cross_draft", "registry_root"),
     *("eagle_head", "study.name", "study.storage", "target.name", "tracking.experiment", "tracking.uri"),
 )
 """Fields that hold a path, or a name of the user's choice, in addition to those that drafters declare."""

@@ -55,10 +55,12 @@ def exported_backend(config: DictConfig, export: Export, target: Target) -> tupl
         with open_dict(config):
             config.merge_with(OmegaConf.load(file))
         fill_defaults(config)
-    if stored.get("schedule") and "schedule" in config.backend:
-        if config.backend.schedule and OmegaConf.to_container(config.backend.schedule) != stored["schedule"]:
-            raise InputError(f"backend.schedule: the export was measured with {stored['schedule']}")
-        config.backend.schedule = stored["schedule"]
+    for field in ("schedule", "engine"):
+        if stored.get(field) and field in config.backend:
+            asked = OmegaConf.to_container(config.backend)[field]  # type: ignore[call-overload, index]
+            if asked and asked != stored[field]:
+                raise InputError(f"backend.{field}: the export was measured with {stored[field]}")
+            config.backend[field] = stored[field]
     backend, asked = make_backend(config, target)
     if backend.name != name and (backend.name != ServerBackend.name or name == _OWN):
         raise InputError(f"backend: the export was measured with {name}, not with {backend.name}")

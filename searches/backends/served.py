@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -87,9 +86,12 @@ class ServedBackend(Backend):
         """Whether the engine can change its draft length with the number of requests."""
         return True
 
-    @abstractmethod
     def arguments(self, config: SpeculativeConfig, port: int) -> list[str]:
-        """Return the command that starts a server with a configuration, or raise :class:`Unsupported` or ``ConfigError``."""
+        """Return the command that starts a server with a configuration, or raise :class:`Unsupported` or ``ConfigError``.
+
+        A back end without servers overrides :meth:`_start`.
+        """
+        raise NotImplementedError
 
     def environment(self) -> dict[str, str]:
         """Return the variables that servers get beside this program's own."""

@@ -34,10 +34,29 @@ from searches.engines.worker import load_adapter
 ADAPTERS = Path(__file__).with_name("adapters")
 ENGINES = tuple(sorted(file.stem for file in ADAPTERS.glob("[!_]*.py")))
 """The engines that have a file in ``adapters/``."""
+_ALIASES = {"openvino": "openvino_genai", "llama_cpp": "xllamacpp"}
 METHODS = ("plain", "prompt_lookup", "draft_model")
 _WORKER = Path(__file__).with_name("worker.py")
 _LONGEST = 4096  # tokens of prompt and output that engines are asked to hold
 _ANSWER_SECONDS = 600.0  # within which an engine loads a model, or decodes a prompt
+
+
+def installed(field: str, name: str | None) -> str:
+    """Return the name of an engine, which may be given as the project's own, if the engine is installed.
+
+    Raises:
+        InputError: it is unknown or not installed; the message begins with the field.
+    """
+    engine = _ALIASES.get(str(name), name)
+    check_list(field, [engine], ENGINES)
+    if interpreter(str(engine)) is None:
+        raise InputError(f"{field}: {engine} is not installed; make engines installs it")
+    return str(engine)
+
+
+def asked_dtype(target: Target) -> str:
+    """Return the data type in which an engine decodes beside a target."""
+    return "bfloat16" if target.precision == "mixed" else target.dtype
 
 
 @dataclass(eq=False)
@@ -96,10 +115,10 @@ class EnginePeer:
             "environment": own,
         }
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | own
-        self._process = EngineProcess([python, str(_WORKER), file], environment, self.engine, asked=True)
+        self.process = EngineProcess([python, str(_WORKER), file], environment, self.engine, asked=True)
         self.outputs: dict[tuple[int, ...], list[int]] = {}
         try:
-            self._process.send(json.dumps(self._settings))
+            self.process.send(json.dumps(self._settings))
             loaded = self._answer()
             self.version, self.precision = str(loaded["version"]), dict(loaded["precision"])
         except BaseException:
@@ -109,17 +128,17 @@ class EnginePeer:
     @property
     def is_running(self) -> bool:
         """Whether it can decode."""
-        return self._process.running
+        return self.process.running
 
     def __call__(self, prompt: Sequence[int], task: Task, on_prefill: Callable[[int], None]) -> DecodeResult:
         """Decode greedily, and report when the first tokens are known."""
         if not task.sampling.greedy:
-            raise InputError(f"sampling: {self.engine} is measured greedily; peers.<name>=null leaves it out")
+            raise InputError(f"sampling: {self.engine} is measured greedily")
         request = {"tokens": list(prompt), "max_new_tokens": task.max_new_tokens, "eos": sorted(self.target.eos_ids)}
-        self._process.send(json.dumps(request | {"repetition_penalty": task.sampling.repetition_penalty}))
+        self.process.send(json.dumps(request | {"repetition_penalty": task.sampling.repetition_penalty}))
         on_prefill(int(self._answer()["first"]))
         answer = self._answer()
-        rounds = [Round(0, 0, after - before) for before, after in itertools.pairwise(answer["lengths"])]
+        rounds = [self._round(after - before) for before, after in itertools.pairwise(answer["lengths"])]
         size = self.target.model.config.get_text_config(decoder=True).vocab_size
         if not all(isinstance(token, int) and 0 <= token < size for token in answer["tokens"]):
             self.close()
@@ -127,9 +146,14 @@ class EnginePeer:
         self.outputs[tuple(prompt)] = answer["tokens"]
         return DecodeResult(answer["tokens"], DecodeStats(tuple(rounds)), "")
 
+    def _round(self, size: int) -> Round:
+        """Return a round of some tokens. Engines do not state their drafts, which count as long as they may be."""
+        longest = 0 if self.method == "plain" else self.num_speculative_tokens
+        return Round(max(longest, size - 1), size - 1, size) if longest else Round(0, 0, size)
+
     def close(self) -> None:
         """End the worker and what it started."""
-        self._process.stop()
+        self.process.stop()
 
     def command(self) -> str:
         """Return the command that decodes so without this program."""
@@ -137,7 +161,7 @@ class EnginePeer:
 
     def _answer(self) -> dict[str, Any]:
         try:
-            return dict(json.loads(self._process.receive(_ANSWER_SECONDS)))
+            return dict(json.loads(self.process.receive(_ANSWER_SECONDS)))
         except BackendError as error:
             raise UnsupportedModel(error.reason) from None
 

@@ -19,13 +19,13 @@ from typing import Any
 from layerskip import Measurement, PromptSet, SpeculativeConfig, Target, UnsupportedModel
 from layerskip.measure.measure import Contender, Decoder, Task, interleave
 from layerskip.measure.measurement import Sample
-from searches.app.checks import InputError, check_list
+from searches.app.checks import check_list
 from searches.backends.engine_process import interpreter
-from searches.engines.peer import ENGINES, EnginePeer
+from searches.engines.peer import ENGINES, EnginePeer, asked_dtype, installed
 from searches.engines.trials import EngineTrial, EngineTrials, reason_against
 from searches.progress import say
 
-RACE_FILE = "engines.json"
+RACE_FILE, SCHEMA = "engines.json", "layerskip.engines/2"
 PLAIN, WINNER = "layerskip, plain", "layerskip, the winner"
 
 
@@ -77,6 +77,11 @@ class Race:
         """The fastest contender that was measured to the end and decodes the same model as we do."""
         return next(row for row in self.rows if _is_same_model(row.reference) and not row.ended)
 
+    def settings(self, name: str) -> tuple[str, dict[str, Any]]:
+        """Return the engine of a contender that is not ours, and the arguments that make it decode so."""
+        tried = {trial.name: (trial.engine, trial.settings) for trial in self.trials}
+        return tried.get(name, (name.partition(",")[0], {"method": "plain"}))
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values."""
         return asdict(self)
@@ -87,9 +92,6 @@ class Race:
         rows, trials = (RaceRow(**row) for row in fields["rows"]), (EngineTrial(**trial) for trial in fields["trials"])
         texts = {name: tuple(fields[name]) for name in ("left_out", "notes", "level")}
         return cls(**fields | texts | {"rows": tuple(rows), "trials": tuple(trials)})
-
-
-_ALIASES = {"openvino": "openvino_genai", "llama_cpp": "xllamacpp"}
 
 
 def chosen_engines(names: Any) -> tuple[str, ...]:
@@ -103,12 +105,7 @@ def chosen_engines(names: Any) -> tuple[str, ...]:
             say(f"engines: {', '.join(missing)} left out: not installed; make engines installs them")
         return tuple(engine for engine in ENGINES if engine not in missing)
     check_list("engines", names)
-    names = [_ALIASES.get(name, name) for name in names if name != "layerskip"]
-    check_list("engines", names, ENGINES)
-    for engine in names:
-        if interpreter(engine) is None:
-            raise InputError(f"engines: {engine} is not installed; make engines installs it")
-    return tuple(names)
+    return tuple(installed("engines", name) for name in names if name != "layerskip")
 
 
 def race(
@@ -131,9 +128,7 @@ def race(
     """
     own = {PLAIN: Decoder.of(target, SpeculativeConfig())}
     own |= {} if winner.method == "none" else {WINNER: Decoder.of(target, winner)}
-    load: Callable[..., EnginePeer] = partial(
-        EnginePeer, target, folder, dtype="bfloat16" if target.precision == "mixed" else None
-    )
+    load: Callable[..., EnginePeer] = partial(EnginePeer, target, folder, dtype=asked_dtype(target))
     tune, held_out = prompts
     with contextlib.ExitStack() as opened:
         peers: dict[str, EnginePeer] = {}

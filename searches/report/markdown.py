@@ -43,6 +43,7 @@ def summary(study: optuna.Study, finals: Finals | None, race: Race | None = None
     if race is not None:
         lines += [*_tables({"Engines (held-out prompts)": race_rows(race)}), ""]
         lines += [f"Left out: {reason}.\n" for reason in race.left_out] + [f"{note}.\n" for note in race.notes]
+        lines.append("`python -m searches.verify` with `engines.json` measures the fastest again.\n")
         lines += [*_tables({"Trials of engines (tune prompts)": engine_trial_rows(race)}), ""] if race.trials else []
     lines += _tables(trial_tables(trials))
     if changed := [t.number for t in trials if t.constraints.get("output_changed", 0) > 0]:

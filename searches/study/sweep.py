@@ -31,7 +31,7 @@ from searches.app.checks import InputError, check_folder
 from searches.app.interrupt import is_interrupt
 from searches.backends.backend import BackendError, Row
 from searches.backends.selection import closing
-from searches.engines.race import RACE_FILE, Race, race
+from searches.engines.race import RACE_FILE, SCHEMA, Race, race
 from searches.predict.mask_search import SearchControl
 from searches.predict.preparation import Preparation
 from searches.predict.proposals import propose_all
@@ -309,7 +309,16 @@ class Sweep:
         halves = self.tune.take(plan.measuring.prompts, self.first_prompt), prompts
         digests, drafts = [half.digest for half in halves], plan.space.values("draft_model", "draft_model")
         asked = digest(
-            [winner.to_dict(), attachment_digests(winner), plan.engines, drafts, digests, tokens, self.bench.conditions]
+            [
+                SCHEMA,
+                winner.to_dict(),
+                attachment_digests(winner),
+                plan.engines,
+                drafts,
+                digests,
+                tokens,
+                self.bench.conditions,
+            ]
         )
 
         def work() -> dict[str, Any]:
@@ -321,7 +330,9 @@ class Sweep:
             with self.progress.counting(len(prompts), "held-out prompts") as count:
                 task, folder = Task(plan.sampling, tokens, plan.seed), plan.outputs / path.stem
                 found = race(plan.target, winner, plan.engines, halves, task, folder, drafts, count).to_dict()
-            header = record_header("layerskip.engines/1", plan.target) | {
+            header = record_header(SCHEMA, plan.target) | {
+                "winner": winner.to_dict(),
+                "sampling": plan.sampling.to_dict(),
                 "read_gigabytes_per_second": machine.read_gigabytes_per_second(plan.target.device),
                 "prompts": {"name": prompts.name, "count": len(prompts), "digest": prompts.digest},
                 "max_new_tokens": tokens,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
 from layerskip import Target, load_target
+from searches.engines import peer as peers
+from tests.searches.engines import reference
 from tests.searches.engines.packages import OPENVINO, OPENVINO_GENAI
 from tests.tiny import save_tiny
 
@@ -40,3 +43,17 @@ def python(tmp_path: Path) -> str:
     wrapper.write_text(f'#!/bin/sh\nPYTHONPATH={packages} exec {sys.executable} "$@"\n')
     wrapper.chmod(0o755)
     return str(wrapper)
+
+
+@pytest.fixture
+def reference_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a fifth engine, which decodes with transformers; its file is the only one."""
+    shutil.copy(reference.__file__, tmp_path / "fifth.py")
+    installed = tmp_path / ".engines" / "fifth" / "bin" / "python"
+    installed.parent.mkdir(parents=True)
+    installed.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    installed.chmod(0o755)
+    monkeypatch.setenv("LAYERSKIP_ENGINES", str(tmp_path / ".engines"))
+    monkeypatch.setattr(peers, "ADAPTERS", tmp_path)
+    monkeypatch.setattr(peers, "ENGINES", ("fifth",))
+    return "fifth"

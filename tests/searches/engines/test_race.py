@@ -210,5 +210,8 @@ def test_a_study_names_the_fastest_engine_and_measures_it_once(
         stored = json.loads((folder / "engines.json").read_text(encoding="utf-8"))
         assert stored["environment"]["device"] == "cpu" and stored["read_gigabytes_per_second"] > 0
         assert ("engines: loading" in done.stdout) == (times == 1)
+    verified = launch("verify", str(folder / "engines.json"), "measure.max_new_tokens=8", "target.device=cpu", cwd=tmp_path)
+    assert verified.returncode in (0, 3, 4) and "target.layers" not in verified.stdout, verified.stderr
+    assert "nothing is measured" in verified.stdout or "measuring layerskip, the winner" in verified.stdout
     refused = launch("layerskip", *fields, "sampling=nucleus", cwd=tmp_path)
     assert refused.returncode == 2 and "engines: are measured greedily" in refused.stderr
