@@ -23,12 +23,15 @@ from tests.reference import generated
 from tests.tiny import save_tiny, tokenizer, without_tokenizer
 
 
+def _near(target: Target) -> PreTrainedModel:
+    return noisy_copy(target, 0.0 if target is toy_target() else 0.06)  # greedy drafts of the toy are seldom right
+
+
 def _reversed_letters(target: Target) -> tuple[PreTrainedModel, Translation]:
     size, end = target.vocabulary, "b" if target is toy_target() else None
     letters = LETTERS[:size]
     pairs = (letters[3] + letters[4], letters[2] + letters[0])
-    noise = 0.0 if target is toy_target() else 0.06  # greedy drafts of the toy are seldom right
-    model = respelled(noisy_copy(target, noise), [*reversed(range(size)), 4, 0])
+    model = respelled(_near(target), [*reversed(range(size)), 4, 0])
     return model, Translation(spelling(letters, end=end), spelling(letters[::-1], pairs, end))
 
 
@@ -45,7 +48,7 @@ def _uneven(target: Target) -> Drafter:
     """Each tokenizer has a letter that its model or the target lacks: one cannot be read, one cannot be output."""
     size, end = target.vocabulary, "b" if target is toy_target() else None
     letters = LETTERS[:size]
-    model = respelled(noisy_copy(target), [0, *reversed(range(1, size))])
+    model = respelled(_near(target), [0, *reversed(range(1, size))])
     translation = Translation(spelling(letters + "A", end=end), spelling("A" + letters[::-1], end=end))
     return CrossTokenizer(model, target.layers, size, translation, 3, StopRule())
 
