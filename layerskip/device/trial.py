@@ -82,12 +82,12 @@ def faster_of_right(
 
 def _is_slower(kernel: Compute, operators: Compute, given: Sequence[Any], device: torch.device) -> bool:
     """Return whether a kernel takes longer than torch's operators, by the fastest of a few turns and more than noise."""
-    turns = [(_queued(kernel, given, device), _queued(operators, given, device)) for _ in range(_TURNS)]
+    turns = [(queued_seconds(kernel, given, device), queued_seconds(operators, given, device)) for _ in range(_TURNS)]
     return min(own for own, _ in turns) > _NOISE * min(others for _, others in turns)
 
 
-def _queued(compute: Compute, given: Sequence[Any], device: torch.device) -> float:
-    """Return the milliseconds of a GPU for calls that all wait in its queue, as those of a captured pass do.
+def queued_seconds(compute: Compute, given: Sequence[Any], device: torch.device) -> float:
+    """Return the seconds of a GPU for a call, the mean of some that all wait in its queue, as those of a captured pass do.
 
     The cache of the GPU is overwritten before each, because a pass reads every weight once.
     """
@@ -102,4 +102,4 @@ def _queued(compute: Compute, given: Sequence[Any], device: torch.device) -> flo
             compute(*given)
             end.record()
         torch.cuda.synchronize()
-    return sum(float(begin.elapsed_time(end)) for begin, end in events)
+    return sum(float(begin.elapsed_time(end)) for begin, end in events) / 1000 / _CALLS
