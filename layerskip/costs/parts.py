@@ -108,14 +108,10 @@ def time_kernels(
 
 def _beside(kernel: Callable[..., Tensor], operators: Callable[..., Tensor], given: Sequence[Any]) -> dict[str, float]:
     """Return the times of both: on a GPU without launches, and with weights that are not in its cache."""
-    device = given[0].device
-
-    def seconds(compute: Callable[..., Tensor]) -> float:
+    device, found = given[0].device, list[float]()
+    for compute in (kernel, operators):
         compute(*given)
         on_cpu = device.type == "cpu"  # where tests interpret kernels
-        return min(
-            seconds_of(device, lambda: compute(*given)) if on_cpu else queued_seconds(compute, given, device) for _ in "123"
-        )
-
-    own, read = seconds(kernel), sum(part.nbytes for part in given if isinstance(part, Tensor))
-    return {"microseconds": 1e6 * own, "torch": 1e6 * seconds(operators), "gigabytes_per_second": read / own / 1e9}
+        found.append(seconds_of(device, partial(compute, *given)) if on_cpu else queued_seconds(compute, given, device))
+    read = sum(part.nbytes for part in given if isinstance(part, Tensor))
+    return {"microseconds": 1e6 * found[0], "torch": 1e6 * found[1], "gigabytes_per_second": read / found[0] / 1e9}

@@ -35,7 +35,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from layerskip import Measurement, PromptSet, Sampling, SpeculativeConfig, Target, UnsupportedModel
 from layerskip.costs.parts import ROWS, time_kernels, time_pass
-from layerskip.costs.timing import VerifyPass, median_seconds, seconds_of, time_drafting
+from layerskip.costs.timing import seconds_of, time_drafting, time_verification
 from layerskip.device.memory import is_out_of_memory, release_memory
 from layerskip.draft_plan import BITS
 from layerskip.files import digest, read_json, write_json
@@ -197,9 +197,9 @@ def compare_drafter(rows: Rows, name: str, drafter: str) -> Row:
     target = rows.model(name)
     fields: Any = OmegaConf.to_object(rows.config.drafters[drafter])
     half = {"mask": f"layers:{target.layers // 2}-{target.layers - 1}"} if fields["method"] == "layer_skip" else {}
-    decoders = map(partial(Decoder.of, target), (SpeculativeConfig(), SpeculativeConfig.from_dict({**half, **fields})))
+    configs = {BASELINE: SpeculativeConfig(), drafter: SpeculativeConfig.from_dict({**half, **fields})}
     prompts = rows.prompts if target is rows.target else rows.prompts.take(1)
-    return rows.compare(target, prompts, dict(zip((BASELINE, drafter), decoders, strict=True)))
+    return rows.compare(target, prompts, {each: Decoder.of(target, config) for each, config in configs.items()})
 
 
 def time_parts(rows: Rows, name: str, count: int, captured: bool) -> Row:
@@ -213,13 +213,10 @@ def time_draft(rows: Rows, name: str, weights: str) -> Row:
     return {"cost": time_drafting(rows.model(name), config, rows.config.context)}
 
 
-@torch.inference_mode()
 def time_widths(rows: Rows, name: str) -> Row:
     """Return the row of verifications: the milliseconds of each number of tokens."""
-    target = rows.model(name)
-    passes = VerifyPass(target, rows.config.context, _VERIFIED[-1])
-    jobs = [(str(count), partial(passes.chain, count - 1)) for count in _VERIFIED]
-    return {count: 1e3 * seconds for count, seconds in median_seconds(target.device, jobs, 8, rows.config.seed).items()}
+    seconds = time_verification(rows.model(name), rows.config.context, _VERIFIED[-1] - 1, repeats=4, seed=rows.config.seed)
+    return {str(count): 1e3 * seconds[count - 1] for count in _VERIFIED}
 
 
 def run_command(rows: Rows, command: str) -> Row:
