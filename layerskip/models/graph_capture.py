@@ -7,7 +7,7 @@ addresses that never change, so a captured pass reads the whole buffers of a cac
 Some models always run eagerly. A pass that reads a value back from the device, as some mixtures of experts do, fails in a
 trial run that forbids waiting. A model that computes with the number of keys is detected because its first captured pass of
 each shape differs from the eager one. Other failures may pass: one is not enough. Without memory, idle caches are freed, and
-if that does not suffice, the rest of the text runs eagerly.
+if that does not suffice, nothing more is captured for the text.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class CapturingCache(KVCache):
 
     def captures(self, model: nn.Module, width: int) -> bool:
         """Return whether a pass over ``width`` tokens at the current length is captured."""
-        if not 0 < self.length <= self.max_length - width or width > _MAX_WIDTH or model in _refused or self._is_full:
+        if not 0 < self.length <= self.max_length - width or width > _MAX_WIDTH or model in _refused:
             return False
         # Autocast frees its converted weights when it ends, and graphs compute no gradients.
         return torch.is_inference_mode_enabled() and not torch.is_autocast_enabled(self.device.type)
@@ -186,8 +186,10 @@ class CapturingCache(KVCache):
         key = kind, compiled_layers(body or model) is None, *(part.shape for part in inputs)
         passes = self._passes.setdefault(model, {})
         if key not in passes:
-            with self._capturing():
-                captured = self._within_memory(lambda: self._capture_checked(model, body or model, inputs, fresh))
+            captured = None
+            if not self._is_full:
+                with self._capturing():
+                    captured = self._within_memory(lambda: self._capture_checked(model, body or model, inputs, fresh))
             if captured is None:
                 return fresh(None)(*inputs)
             key = kind, compiled_layers(body or model) is None, *key[2:]  # compiling may have been refused
@@ -250,7 +252,7 @@ class CapturingCache(KVCache):
 
     def _within_memory(self, capture: Callable[[], CapturedPass | None]) -> CapturedPass | None:
         """Return what is captured; without memory, try again once idle caches are freed, and then no more in this text."""
-        for _ in range(2):
+        for _ in () if self._is_full else range(2):
             try:
                 return capture()
             except (RuntimeError, MemoryError) as error:
@@ -273,9 +275,9 @@ class CapturingCache(KVCache):
         if list(offsets) == identity[: len(offsets)]:
             return
         fits = self.length + width <= self.max_length
-        if fits and width not in self._moves and not self._is_full:
+        if fits and width not in self._moves:
             self._moves[width] = self._capture_move(identity)
-        move = self._moves.get(width) if fits else None
+        move = self._moves[width] if fits else None
         if move is None:
             super().gather(offsets)
             return

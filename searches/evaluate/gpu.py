@@ -237,7 +237,7 @@ def rows_of(rows: Rows) -> Iterator[tuple[str, Callable[[], Row]]]:
     """Yield the rows of a record by name, each with its measurement."""
     config, target, shapes = rows.config, rows.target, rows.config.shapes or {}
     on_gpu = target.device.type == "cuda"
-    large = [name for name in reversed(shapes) if shapes[name] is not None and on_gpu]  # the largest first
+    large = [name for name in reversed([*shapes]) if shapes[name] is not None and on_gpu]  # the largest first
     yield "card", partial(run_command, rows, config.card)
     for name in ("target", *large[:1]) if on_gpu else ():
         fields = target.model.config.get_text_config(decoder=True).to_dict() if name == "target" else shapes[name]

@@ -6,6 +6,7 @@ import json
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from layerskip.device.trial import HAS_TRITON
 from layerskip.models import compiled_layers
 from searches.app.composition import compose_config
 from searches.evaluate.criteria import random_target
-from searches.evaluate.gpu import Rows, compare_compilation, compare_peer, floor_tokens_per_second, time_draft
+from searches.evaluate.gpu import Rows, compare_compilation, compare_peer, floor_tokens_per_second, rows_of, time_draft
 from tests.accelerator import DEVICE, compile_anywhere
 from tests.searches.conftest import Launch
 
@@ -131,6 +132,32 @@ def test_a_second_call_measures_what_is_missing(overrides: list[str], monkeypatc
     assert measured == ["done", "failed", "interrupted", "interrupted", "late"]
     assert second.rows["done"] == {"value": 1} and second.rows["late"] == {"value": 5}
     assert _rows([*overrides, "seed=3"]).rows == {}
+
+
+def test_rows_of_a_gpu_begin_with_what_says_most(overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest random model is made twice at most, and formats of drafts come for all sizes."""
+    monkeypatch.setattr("searches.evaluate.gpu.copy_bandwidth", lambda device: 1e9)
+    rows = Rows(compose_config("gpu", [each for each in overrides if each not in ("shapes=null", "programs=null")]))
+    rows.target = Mock(wraps=rows.target, device=torch.device("cuda"), model=rows.target.model)
+    names = [name for name, _ in rows_of(rows)]
+    assert len(names) == len(set(names))
+    order = ["card", "target, attention", "llama_8b, down", "target, captured pass of 1", "target, verification"]
+    order += [
+        "llama_8b, captured pass of 1",
+        "llama_8b, transformers_static",
+        "llama_8b, layer_skip",
+        "target, transformers_static",
+    ]
+    order += [
+        "target, lookup_recycling",
+        "target, layer_skip",
+        "llama_3b, transformers",
+        "llama_1b, transformers",
+        "study",
+        "tests",
+    ]
+    assert [name for name in names if name in order] == order
+    assert {f"{name}, draft of {weights}" for name in PARAMETERS for weights in ("int8", "int4")} <= {*names}
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
