@@ -41,7 +41,7 @@ def time_pass(target: Target, rows: int, context: int, captured: bool = True) ->
     profiler says of operators outside them, which is a little too much; and Python, the rest of the pass. On a GPU, they are
     kernels, of which the slowest are named.
     """
-    device, before = target.device, capture_seconds()
+    device, before, on_gpu = target.device, capture_seconds(), target.device.type == "cuda"
     cache = acquire_cache(target.model, target.layers, context + rows, device, None if captured else False)
     view, tokens = decoding_view(target.model), torch.arange(context, device=device) % target.vocabulary
     run_prefill(view, tokens, cache)
@@ -51,10 +51,9 @@ def time_pass(target: Target, rows: int, context: int, captured: bool = True) ->
         return sum(1e3 * seconds_of(device, job) for _ in range(_PASSES)) / _PASSES
 
     milliseconds()  # captures, and warms up
-    with time_parts() if has_kernels() else contextlib.nullcontext(dict[str, float]) as seconds:
+    with time_parts() if not on_gpu and has_kernels() else contextlib.nullcontext(dict[str, float]) as seconds:
         row: dict[str, Any] = {"milliseconds": milliseconds()}
         parts = {name: 1e3 * value / _PASSES for name, value in (dict.fromkeys(PARTS, 0.0) | seconds()).items()}
-    on_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiled:
         milliseconds()
     events: list[Any] = list(profiled.key_averages())
