@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Collection
+import zlib
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -91,10 +93,11 @@ _BLOCK_NAMES = {
 _OTHER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
-def save_gguf(folder: Path, file: Path, kind: str | None = None) -> Path:
+def save_gguf(folder: Path, file: Path, kind: str | Mapping[str, str] | None = None) -> Path:
     """Convert the Llama in ``folder``, from ``save_tiny``, to a GGUF file with the layout of llama.cpp.
 
-    With a ``kind`` such as ``Q4_0``, matrices are stored in blocks of that type.
+    With a ``kind`` such as ``Q4_0``, matrices are stored in blocks of that type; it may be given by the last part of a
+    module's name, with ``""`` for all others. Blocks that ``gguf`` only reads, such as those of ``Q4_K``, are random ones.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config, words = model.config, json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
@@ -124,14 +127,40 @@ def save_gguf(folder: Path, file: Path, kind: str | None = None) -> Path:
             weight = halves.transpose(1, 2).reshape(weight.shape)
         values, own = weight.contiguous().numpy(), None
         if kind is not None and weight.ndim == 2:
-            own = gguf.GGMLQuantizationType[kind]
-            values = gguf.quants.quantize(values, own)
+            module = name.removesuffix(".weight").rpartition(".")[2]
+            own = gguf.GGMLQuantizationType[kind if isinstance(kind, str) else kind.get(module, kind[""])]
+            try:
+                values = gguf.quants.quantize(values, own)
+            except NotImplementedError:
+                values = _random_blocks(values, own)
         writer.add_tensor(_gguf_name(name), values, raw_dtype=own)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+_NUMBERS = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+"""Where blocks have their numbers of float16: a scale, and one of what is subtracted."""
+
+
+def _random_blocks(values: Any, kind: gguf.GGMLQuantizationType) -> Any:
+    """Return random blocks for a matrix, as bytes, of values that are about as large."""
+    source = numpy.random.default_rng([zlib.crc32(kind.name.encode()), *values.shape])
+    size, width = gguf.GGML_QUANT_SIZES[kind]
+    data = source.integers(0, 256, (len(values), values.shape[1] // size, width), dtype=numpy.uint8)
+
+    def write(*numbers: float) -> Any:
+        for place, number in zip(_NUMBERS[kind.name], numbers, strict=False):
+            data[..., place : place + 2] = numpy.array([number], numpy.float16).view(numpy.uint8)
+        return data.reshape(len(data), -1)
+
+    # What is subtracted has the mean of the rest, and both the size of the values.
+    means = [float(gguf.quants.dequantize(write(*numbers), kind).mean()) for numbers in ((1, 0), (0, 1))]
+    subtracted = -means[0] / means[1] if len(_NUMBERS[kind.name]) > 1 else 0
+    scale = float(values.std() / gguf.quants.dequantize(write(1, subtracted), kind).std())
+    return write(scale, subtracted * scale)
 
 
 def _gguf_name(name: str) -> str:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from layerskip.device.memory import is_out_of_memory
-from layerskip.device.transfer import waiting
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 """Whether the kernels' compiler is installed; torch's builds for CUDA bring it along."""
@@ -64,11 +63,10 @@ def faster_of_right(
     """
     if (name, kind) not in _passed:
         try:
-            with waiting("default"):
-                given = draw()
-                found = kernel(*given)
-                reason = "" if nearly_equal(found, operators(*given)) else "it gives other results"
-                is_slower = not reason and found.is_cuda and _is_slower(kernel, operators, given, found.device)
+            given = draw()
+            found = kernel(*given)
+            reason = "" if nearly_equal(found, operators(*given)) else "it gives other results"
+            is_slower = not reason and found.is_cuda and _is_slower(kernel, operators, given, found.device)
         except Exception as error:  # compilers raise errors of many kinds
             if is_out_of_memory(error):
                 raise  # which says nothing about the kernel
@@ -84,12 +82,12 @@ def faster_of_right(
 
 def _is_slower(kernel: Compute, operators: Compute, given: Sequence[Any], device: torch.device) -> bool:
     """Return whether a kernel takes longer than torch's operators, by the fastest of a few turns and more than noise."""
-    turns = [(_queued(kernel, given, device), _queued(operators, given, device)) for _ in range(_TURNS)]
+    turns = [(queued_seconds(kernel, given, device), queued_seconds(operators, given, device)) for _ in range(_TURNS)]
     return min(own for own, _ in turns) > _NOISE * min(others for _, others in turns)
 
 
-def _queued(compute: Compute, given: Sequence[Any], device: torch.device) -> float:
-    """Return the milliseconds of a GPU for calls that all wait in its queue, as those of a captured pass do.
+def queued_seconds(compute: Compute, given: Sequence[Any], device: torch.device) -> float:
+    """Return the seconds of a GPU for a call, the mean of some that all wait in its queue, as those of a captured pass do.
 
     The cache of the GPU is overwritten before each, because a pass reads every weight once.
     """
@@ -104,4 +102,4 @@ def _queued(compute: Compute, given: Sequence[Any], device: torch.device) -> flo
             compute(*given)
             end.record()
         torch.cuda.synchronize()
-    return sum(float(begin.elapsed_time(end)) for begin, end in events)
+    return sum(float(begin.elapsed_time(end)) for begin, end in events) / 1000 / _CALLS

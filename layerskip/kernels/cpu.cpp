@@ -359,6 +359,30 @@ struct Share {
   }
 };
 
+enum Part { PRODUCTS, ATTENTION, OTHERS, BARRIERS, PARTS = 8 };  // a thread's numbers fill a line of the cache
+double* spent = nullptr;                                         // seconds [threads, PARTS]; null if none are taken
+
+// The clock of a thread, for the parts of its time.
+struct Clock {
+  double* const seconds = spent ? spent + omp_get_thread_num() * PARTS : nullptr;
+  double last = seconds ? omp_get_wtime() : 0;
+
+  // Ends a part.
+  void end(Part part) {
+    if (!seconds) return;
+    const double now = omp_get_wtime();
+    seconds[part] += now - last;
+    last = now;
+  }
+
+  // Ends a part, and waits for the other threads.
+  void wait(Part part) {
+    end(part);
+#pragma omp barrier
+    end(BARRIERS);
+  }
+};
+
 int64_t panels_of(int64_t outputs) { return (outputs + PANEL - 1) / PANEL; }
 
 constexpr int MOST_THREADS = 256;
@@ -624,9 +648,10 @@ struct Layer {
 // Adds what a sub-layer computes to the hidden states before it, in the share of a thread, after a norm if there is one. `own` is
 // memory of the thread.
 void add_share(const float* before, const float* outputs, float* after, const float* norm, float epsilon, int64_t count,
-               int64_t inputs, float* own) {
+               int64_t inputs, float* own, Clock& clock) {
+  clock.end(PRODUCTS);
   if (norm) {
-#pragma omp barrier
+    clock.wait(OTHERS);
     for (int64_t row = 0; row < count; ++row)
       normalise_row(outputs + row * inputs, norm, own + row * inputs, inputs, epsilon);
     outputs = own;
@@ -635,7 +660,7 @@ void add_share(const float* before, const float* outputs, float* after, const fl
   const int64_t begin = panels.begin * PANEL, end = std::min(inputs, panels.end * PANEL);
   for (int64_t row = 0; row < count; ++row)
     for (int64_t i = row * inputs + begin; i < row * inputs + end; ++i) after[i] = before[i] + outputs[i];
-#pragma omp barrier
+  clock.wait(OTHERS);
 }
 
 }  // namespace
@@ -644,17 +669,25 @@ extern "C" {
 
 int panel_size() { return PANEL; }
 
+void set_clock(double* seconds) { spent = seconds; }
+
 void set_packed_rows(int threads, int rows) { packed_rows[std::min(threads, MOST_THREADS)] = rows; }
 
 // rows [count, inputs] by a weight [outputs, inputs] to results [count, outputs].
 void multiply(const float* rows, const Weight* weight, float* results, int64_t count, int threads) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
-  multiply_share(*weight, rows, results, count, Share(panels_of(weight->outputs)));
+  {
+    Clock clock;
+    multiply_share(*weight, rows, results, count, Share(panels_of(weight->outputs)));
+    if (clock.seconds) clock.wait(PRODUCTS);
+  }
 }
 
 // Root-mean-square norms (arXiv 1910.07467) of rows [count, width].
 void normalise(const float* rows, const float* scale, float* results, int64_t count, int64_t width, float epsilon) {
+  Clock clock;
   for (int64_t row = 0; row < count; ++row) normalise_row(rows + row * width, scale, results + row * width, width, epsilon);
+  clock.end(OTHERS);
 }
 
 // Decoder layers of one shape, one after the other: hidden [count, inputs] to outputs [layers, count, inputs]. Keys and values of
@@ -684,6 +717,7 @@ void decode(const Layer* const* layers, int64_t number, const float* hidden, flo
   float* const owned = factors + count * inner;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
+    Clock clock;
     float* const own = owned + omp_get_thread_num() * private_size;
     float* const scores = own + count * inputs;
     const Share panels(panels_of(inputs)), inners(panels_of(inner)), read(visible ? count : 0);
@@ -703,10 +737,11 @@ void decode(const Layer* const* layers, int64_t number, const float* hidden, flo
                           {queries, keys[place] + start * width, values[place] + start * width},
                           {count, capacity, capacity}, count, width, rotated, layer.epsilons};
         normalise(before, 3);
+        clock.end(OTHERS);
         heads.multiply(own);
-#pragma omp barrier
+        clock.wait(PRODUCTS);
         heads.place();
-#pragma omp barrier
+        clock.wait(OTHERS);
         // The queries of a key's head, row by row. Four share the reading of a key, if that leaves work for every thread.
         const int64_t wanted = members * count, size = groups * wanted >= 16 * threads ? 4 : 1;
         const int64_t parts = (wanted + size - 1) / size;
@@ -730,23 +765,25 @@ void decode(const Layer* const* layers, int64_t number, const float* hidden, flo
             for (int64_t i = 0; i < together; ++i)
               attend<1>(from + i * width, of_keys, of_values, see + i, width, layer.scale, scores, stride, results + i);
         }
-#pragma omp barrier
+        clock.wait(ATTENTION);
         multiply_share(*weights[3], attended, added, count, panels);
         if (layer.biases[3])
           for (int64_t row = 0; row < count; ++row)
             for (int64_t i = panels.begin * PANEL; i < std::min(inputs, panels.end * PANEL); ++i)
               added[row * inputs + i] += layer.biases[3][i];
-        add_share(before, added, after, layer.norms[4], layer.epsilons[4], count, inputs, own);
+        add_share(before, added, after, layer.norms[4], layer.epsilons[4], count, inputs, own, clock);
       }
       const float* const between = layer.has_attention ? after : before;
       if (layer.has_mlp) {
         normalise(between, 5);
+        clock.end(OTHERS);
         multiply_share(*weights[4], own, gates, count, inners);
         multiply_share(*weights[5], own, factors, count, inners);
+        clock.end(PRODUCTS);
         activate(gates, factors, count, inner, inners, layer.activation);
-#pragma omp barrier
+        clock.wait(OTHERS);
         multiply_share(*weights[6], gates, added, count, panels);
-        add_share(between, added, after, layer.norms[6], layer.epsilons[6], count, inputs, own);
+        add_share(between, added, after, layer.norms[6], layer.epsilons[6], count, inputs, own, clock);
       }
     }
   }

@@ -21,7 +21,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -51,6 +51,9 @@ _FASTER = 0.97  # the share of the time that counts as faster
 _ROUNDED = 0.03  # by which products of rounded activations may differ
 _LISTED = 1e-3  # the largest share of the values that are listed
 _LIMIT_SECONDS = 120  # for the compiler
+PARTS = ("products", "attention", "other operators", "waiting at barriers")
+"""The parts of the time of a pass."""
+_NUMBERS = 8  # of a thread, as in `cpu.cpp`
 _log = logging.getLogger(__name__)
 _measuring = threading.Lock()
 
@@ -377,6 +380,17 @@ class DecoderStack:
         return outputs.unbind()
 
 
+@contextlib.contextmanager
+def time_parts() -> Iterator[Callable[[], dict[str, float]]]:
+    """Let the kernels take the time; yield a function that returns seconds by part, the mean of all threads."""
+    seconds = torch.zeros(torch.get_num_threads(), _NUMBERS, dtype=torch.float64, device="cpu")
+    _library().set_clock(seconds.data_ptr())
+    try:
+        yield lambda: dict(zip(PARTS, seconds.mean(0).tolist(), strict=False))
+    finally:
+        _library().set_clock(None)
+
+
 def _pointers(tensors: Sequence[Tensor | None]) -> Any:
     return (ctypes.c_void_p * len(tensors))(*(None if tensor is None else tensor.data_ptr() for tensor in tensors))
 
@@ -456,6 +470,7 @@ def _library() -> Any:
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     for name, arguments in {
         "set_packed_rows": [number] * 2,
+        "set_clock": [pointer],
         "multiply": [pointer] * 3 + [size, number],
         "normalise": [pointer] * 3 + [size] * 2 + [ctypes.c_float],
         "decode": [pointer, size] + [pointer] * 7 + [size] * 5 + [number],

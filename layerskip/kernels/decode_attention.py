@@ -126,7 +126,7 @@ def attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale
     return output
 
 
-def _attend_plainly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+def attend_plainly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Compute what the kernel does with torch's operators: the heads of a group are further queries of their shared key."""
     (_, heads, count, width), groups = query.shape, key.shape[1]
     packed = query.reshape(1, groups, heads // groups * count, width)
@@ -150,7 +150,7 @@ def decode_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sc
     """
     given = query, key, value, mask, scale
     if not has_kernel(query):
-        return _attend_plainly(*given)
+        return attend_plainly(*given)
 
     def draw() -> tuple[Any, ...]:
         source = torch.Generator(query.device).manual_seed(0)
@@ -158,7 +158,7 @@ def decode_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sc
         return *parts, _mask_of_trial(mask), scale
 
     kind = query.device, query.dtype, tuple(query.shape), tuple(key.shape), mask.dtype
-    return faster_of_right("attention of few queries", kind, attend_on_gpu, _attend_plainly, draw)(*given)
+    return faster_of_right("attention of few queries", kind, attend_on_gpu, attend_plainly, draw)(*given)
 
 
 def _mask_of_trial(mask: Tensor) -> Tensor:

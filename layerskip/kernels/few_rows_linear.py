@@ -116,7 +116,7 @@ def multiply_on_gpu(
     return result
 
 
-def _multiply_plainly(
+def multiply_plainly(
     hidden: Tensor, weight: Tensor, residual: Tensor | None, gate: str, norm: str, scale: Tensor | None, epsilon: float
 ) -> Tensor:
     """Compute what the kernel does with torch's operators."""
@@ -152,7 +152,7 @@ def few_rows_linear(
     """
     given = hidden, weight, residual, gate, norm, scale, epsilon
     if not has_kernel(weight):
-        return _multiply_plainly(*given)
+        return multiply_plainly(*given)
 
     def draw() -> list[Any]:
         source = torch.Generator(hidden.device).manual_seed(0)
@@ -164,7 +164,7 @@ def few_rows_linear(
         ]
 
     kind = hidden.device, hidden.dtype, tuple(hidden.shape), tuple(weight.shape), residual is not None, gate, norm
-    return faster_of_right("products of few rows", kind, multiply_on_gpu, _multiply_plainly, draw)(*given)
+    return faster_of_right("products of few rows", kind, multiply_on_gpu, multiply_plainly, draw)(*given)
 
 
 @few_rows_linear.register_fake

@@ -49,6 +49,7 @@ _log = logging.getLogger(__name__)
 _modes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _compiled: weakref.WeakKeyDictionary[PreTrainedModel, CompiledLayers | None] = weakref.WeakKeyDictionary()
 _refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_troubled: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # by a failure that may have passed
 _unfused: set[tuple[type[nn.Module], torch.Size]] = set()
 _parallel_layers: weakref.WeakKeyDictionary[nn.Module, list[list[str]]] = weakref.WeakKeyDictionary()
 _groups: Any = WeakIdKeyDictionary()  # a mark of the group for every weight that was laid out
@@ -92,8 +93,15 @@ def compiled_layers(model: nn.Module) -> CompiledLayers | None:
     return _compiled[model]
 
 
-def simplify_compiling(model: nn.Module, layers: CompiledLayers, reason: str) -> None:
-    """Compile a model's layers with fewer fusions from now on, or where there are none not at all, and log why."""
+def simplify_compiling(model: nn.Module, layers: CompiledLayers, reason: str, may_pass: bool = False) -> None:
+    """Compile a model's layers with fewer fusions from now on, or where there are none not at all, and log why.
+
+    A failure that ``may_pass`` changes nothing the first time.
+    """
+    if may_pass and model not in _troubled:
+        _troubled.add(model)
+        _log.warning("%s: its layers could not be compiled and are tried again: %s", type(model).__name__, reason)
+        return
     if layers.fuses:
         layers.fuses = False
         _unfused.add(_kind(model))  # else every view of such a model would be tried

@@ -5,8 +5,9 @@ addresses that never change, so a captured pass reads the whole buffers of a cac
 :mod:`layerskip.models.cache_pool` keeps the caches. Other passes, such as a prompt's first one, run eagerly.
 
 Some models always run eagerly. A pass that reads a value back from the device, as some mixtures of experts do, fails in a
-trial run that forbids synchronisation. A model that computes with the number of keys is detected because its first captured
-pass of each shape differs from the eager one.
+trial run that forbids waiting. A model that computes with the number of keys is detected because its first captured pass of
+each shape differs from the eager one. Other failures may pass: one is not enough. Without memory, idle caches are freed, and
+if that does not suffice, nothing more is captured for the text.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import subprocess
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -22,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layerskip.device.memory import is_out_of_memory, within_memory
-from layerskip.device.transfer import copy_to_device, now, waiting
+from layerskip.device.memory import is_out_of_memory, release_memory, within_memory
+from layerskip.device.transfer import DeviceWait, NoWaits, copy_to_device, now
 from layerskip.device.trial import first_line, nearly_equal
 from layerskip.kernels.decode_attention import own_counters
 from layerskip.models.attention import whole_buffers
@@ -35,7 +37,7 @@ _WIDTH_STEP = 8  # tokens
 _STACKED = 8  # layers; those of some models differ in shape, or share buffers, and would leave more unused
 _DEVICE_LOST = ("device-side assert", "illegal memory access")  # after these errors nothing runs on the device any more
 _seconds = 0.0
-_lock = threading.RLock()  # one capture at a time, as forbidding synchronisation applies to all threads
+_lock = threading.RLock()  # one capture at a time, as its stream is that of all threads
 _log = logging.getLogger(__name__)
 _failed: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # once, which may pass
 _refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -58,15 +60,14 @@ class CapturedPass:
 
 
 class _Graph(CapturedPass):
-    """A pass that was captured as a CUDA graph, with the static tensors of its kernels; ``RuntimeError`` if it synchronises.
+    """A pass that was captured as a CUDA graph, with the static tensors of its kernels.
 
     All captures on a GPU share one stream, because torch keeps library workspaces for every stream that was used.
     """
 
     def __init__(self, device: torch.device, pool: Any, inputs: Sequence[Tensor], compute: Compute) -> None:
         self._inputs = tuple(part.clone() for part in inputs)
-        with waiting("error"):
-            compute(*self._inputs)
+        compute(*self._inputs)  # libraries and kernels are loaded
         self._graph = torch.cuda.CUDAGraph()
         # A graph whose capture cannot end would leave its stream as the current one.
         current = torch.cuda.stream(torch.cuda.current_stream(device))
@@ -118,6 +119,7 @@ class CapturingCache(KVCache):
         self.static_shapes, self.device = False, device
         self._next_positions: dict[int, Tensor] = {}  # of the current pass, by count
         self._moves: dict[int, CapturedPass | None] = {}  # by count; None where it cannot be captured
+        self._is_full = False  # memory ran out, and nothing more is captured for this text
         self._stacks: list[Tensor] = []  # [buffers, B, heads, max_length, head_dim], of which layers have parts
         self._unused: dict[Hashable, list[Tensor]] = {}  # parts, by shape and dtype
         self._passes = weakref.WeakKeyDictionary[nn.Module, dict[tuple[object, ...], CapturedPass]]()
@@ -184,8 +186,10 @@ class CapturingCache(KVCache):
         key = kind, compiled_layers(body or model) is None, *(part.shape for part in inputs)
         passes = self._passes.setdefault(model, {})
         if key not in passes:
-            with self._capturing():
-                captured = self._capture_checked(model, body or model, inputs, fresh)
+            captured = None
+            if not self._is_full:
+                with self._capturing():
+                    captured = self._within_memory(lambda: self._capture_checked(model, body or model, inputs, fresh))
             if captured is None:
                 return fresh(None)(*inputs)
             key = kind, compiled_layers(body or model) is None, *key[2:]  # compiling may have been refused
@@ -205,11 +209,19 @@ class CapturingCache(KVCache):
         expected = compute_with(None)(*inputs)
         if any(bool(part.isnan().any()) for part in expected):
             return None  # cannot be compared
+        # Before other attempts, because a capture that waits would leave torch's allocator in the state of capturing.
+        with contextlib.suppress(RuntimeError), self._static():
+            try:
+                with NoWaits():  # type: ignore[no-untyped-call]
+                    compute_with(None)(*inputs)
+            except DeviceWait as error:
+                _refuse(model, str(error))
+                return None
         layers = compiled_layers(body)
         attempts: list[tuple[CompiledLayers | None, bool]] = [] if layers is None else [(layers, True)] * (1 + layers.fuses)
         attempts += [(None, True), (None, False)] if self.device.type == "cuda" else [(None, True)]
         for tried, kernels in attempts:
-            compute = compute_with(tried)
+            compute, may_pass = compute_with(tried), False
             try:
                 with self._static(kernels):
                     if tried is not None:
@@ -225,16 +237,29 @@ class CapturingCache(KVCache):
             except Exception as error:  # compilers raise errors of many kinds
                 if _is_device_lost(error) or (tried is None and not isinstance(error, (RuntimeError, MemoryError))):
                     raise
-                if any(map(is_out_of_memory, _causes(error))):
-                    return None
+                if out := next(filter(is_out_of_memory, _causes(error)), None):
+                    raise out from None
+                # Compilers write files and start processes.
+                may_pass = any(isinstance(cause, (OSError, subprocess.SubprocessError)) for cause in _causes(error))
                 reason = first_line(error)
                 _log.debug("the pass of %s fails", type(model).__name__, exc_info=error)
             if tried is not None:
-                simplify_compiling(body, tried, reason)
+                simplify_compiling(body, tried, reason, may_pass)
         if model in _failed:
-            _refused.add(model)
-            _log.warning("%s: its passes cannot be captured and run eagerly: %s", type(model).__name__, reason)
+            _refuse(model, reason)
         _failed.add(model)
+        return None
+
+    def _within_memory(self, capture: Callable[[], CapturedPass | None]) -> CapturedPass | None:
+        """Return what is captured; without memory, try again once idle caches are freed, and then no more in this text."""
+        for _ in () if self._is_full else range(2):
+            try:
+                return capture()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+            release_memory()  # only here: the handled error refers to the memory
+        self._is_full = True
         return None
 
     def positions(self, count: int) -> Tensor:
@@ -261,9 +286,12 @@ class CapturingCache(KVCache):
             move.replay((copy_to_device([*offsets, *identity[len(offsets) :]], self.device),), self._move)
 
     def _capture_move(self, identity: Sequence[int]) -> CapturedPass | None:
+        def capture() -> CapturedPass:
+            return self._capture((copy_to_device(identity, self.device),), self._move)
+
         try:
             with self._capturing(), self._static():  # moving positions onto themselves is harmless while capturing
-                return self._capture((copy_to_device(identity, self.device),), self._move)
+                return self._within_memory(capture)
         except (RuntimeError, MemoryError) as error:
             if _is_device_lost(error):
                 raise
@@ -284,6 +312,8 @@ class CapturingCache(KVCache):
         """Zero the buffers, as masked positions are read too, and reset what an interrupted user may have left."""
         self.length = 0
         self.static_shapes, self._device_value = False, -1
+        if self._is_full:
+            self._is_full, self._moves = False, {count: move for count, move in self._moves.items() if move is not None}
         for stack in self._stacks:
             stack.zero_()
 
@@ -307,6 +337,12 @@ class CapturingCache(KVCache):
                 yield
         finally:
             self.static_shapes = False
+
+
+def _refuse(model: nn.Module, reason: str) -> None:
+    """Capture no pass of a model from now on, and log why."""
+    _refused.add(model)
+    _log.warning("%s: its passes cannot be captured and run eagerly: %s", type(model).__name__, reason)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

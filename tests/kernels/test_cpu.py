@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from layerskip.kernels.cpu import (
     HalfWeight,
     IntegerWeight,
     has_kernels,
+    time_parts,
 )
 
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="needs a C++ compiler and AVX2 or AVX-512")
@@ -246,6 +248,15 @@ def test_a_layer_equals_its_formula_and_no_row_depends_on_others(width: int, san
     (second,) = DecoderStack([layer], [tuple(copies)])(first, positions, _START, seen[None, None])
     together = DecoderStack([layer] * 2, [(keys, values), tuple(others)])(hidden, positions, _START, seen[None, None])
     assert torch.equal(together[0], first) and torch.equal(together[1], second)
+    begun = time.perf_counter()
+    with time_parts() as parts:
+        again = DecoderStack([layer], [tuple(copies)])(first, positions, _START, seen[None, None])[0]
+        elapsed, spent = time.perf_counter() - begun, parts()
+    assert torch.equal(again, second)
+    assert set(spent) == {"products", "attention", "other operators", "waiting at barriers"}
+    assert 0 < sum(spent.values()) <= elapsed and spent["products"] > 0 and spent["attention"] > 0
+    DecoderStack([layer], [tuple(copies)])(first, positions, _START, seen[None, None])
+    assert parts() == spent  # the clock is off
 
 
 def test_rows_of_a_transposed_view_and_only_values_of_bfloat16_fit() -> None:

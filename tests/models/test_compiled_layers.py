@@ -224,6 +224,36 @@ FUSED = "products of its layers cannot be fused with what surrounds them: "
 UNFUSED = "its layers cannot be compiled and run as they are: "
 
 
+@pytest.mark.parametrize("failures", [1, 9])
+@torch.inference_mode()
+def test_one_failure_that_may_pass_costs_no_fusions(
+    failures: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Compilers raise errors of their own from that of the system."""
+    asked: list[bool] = []
+    monkeypatch.setattr(module, "_unfused", set())
+
+    def run(*args: Any) -> Any:
+        if len(asked) > failures:
+            return module._run(*args)
+        try:
+            raise OSError(28, "No space left on device")
+        except OSError as error:
+            raise RuntimeError("no") from error
+
+    monkeypatch.setattr(module, "_compiled_run", lambda fuses: (asked.append(fuses), run)[1])
+    with torch.inference_mode(False):
+        model = build("llama")
+    view = decoding_view(model)
+    cache, plain = _caches(model, view, 12)
+    for width in (3, 1):
+        assert_close(*(forward(view, BLOCK[:width], held, last=width) for held in (cache, plain)))
+    assert _compiled_passes(cache) == [failures == 1] * 2
+    assert all(asked) == (failures == 1)
+    assert caplog.records[0].message == "LlamaForCausalLM: its layers could not be compiled and are tried again: no"
+    assert len(caplog.records) == (1 if failures == 1 else 3)
+
+
 @pytest.mark.parametrize(("wrong", "logged"), [([True, False], [FUSED, UNFUSED]), ([True], [FUSED])])
 @pytest.mark.parametrize("fails", [True, False])
 @torch.inference_mode()

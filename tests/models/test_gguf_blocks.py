@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import gguf
@@ -9,17 +10,21 @@ import numpy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from layerskip import SpeculativeConfig, TargetError, generate, load_target
+from layerskip.device.trial import nearly_equal
 from layerskip.kernels.cpu import FewRowsWeight, has_kernels
 from layerskip.models import packing
+from layerskip.models.cache import KVCache
+from layerskip.models.forward import forward
 from layerskip.models.gguf_blocks import KINDS, unpack
 from layerskip.models.loading import load_draft
 from layerskip.models.packing import few_rows_weight, has_blocks
 from layerskip.models.skip_view import copies_bytes, decoding_view
 from layerskip.models.target import described_precision
 from tests.accelerator import DEVICE
-from tests.tiny import save_gguf, save_tiny
+from tests.tiny import _gguf_name, reading_once, save_gguf, save_tiny
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu" or not has_kernels(), reason="needs a C++ compiler and AVX2 or AVX-512")
 _HALVES = {"Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "Q6_K": (208,)}  # places of the numbers of float16; else the first two
@@ -65,6 +70,57 @@ def test_a_native_target_decodes_as_the_float32_model_of_its_file(
         layers[0].weight.mul_(0.5)
     assert not isinstance(few_rows_weight(layers[0]), FewRowsWeight)  # the blocks are of other values
     assert has_blocks(native.model)
+
+
+_WIDE = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_BLOCKS = {  # by the last part of a module's name; blocks of 2 and 3 bits are unpacked
+    "Q4_K_M": {"": "Q4_K", "v_proj": "Q6_K", "down_proj": "Q6_K", "lm_head": "Q6_K"},
+    "Q5_K_S": {"": "Q5_K"},
+    "Q3_K_M": {"": "Q3_K", "v_proj": "Q5_K", "o_proj": "Q4_K", "down_proj": "Q4_K", "lm_head": "Q6_K"},
+    "Q2_K": {"": "Q2_K", "v_proj": "Q3_K", "lm_head": "Q6_K"},
+}
+
+
+def _unpacked(folder: Path, file: Path) -> PreTrainedModel:
+    """Return the model of a folder with the weights of a file as ``gguf`` alone reads them."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    stored = {part.name: part for part in gguf.GGUFReader(file).tensors}
+    for name, weight in model.named_parameters():
+        part = stored[_gguf_name(name)]
+        values = torch.tensor(gguf.quants.dequantize(part.data, part.tensor_type)).view(weight.shape)
+        if name.endswith(("q_proj.weight", "k_proj.weight")):  # llama.cpp rotates adjacent pairs
+            values = values.view(-1, _WIDE["head_dim"] // 2, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+        weight.data.copy_(values)
+    return model
+
+
+@pytest.mark.parametrize("name", _BLOCKS)
+def test_files_with_k_quants_have_the_logits_of_their_unpacked_weights(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In steps and in verifications; also where only some types of blocks are read as they are in the file."""
+    monkeypatch.setattr(packing, "_LEAST", dict.fromkeys(packing._LEAST, 1))
+    reading_once(monkeypatch)
+    folder = save_tiny(tmp_path / "tiny", num_hidden_layers=2, tie_word_embeddings=False, **_WIDE)
+    file = save_gguf(folder, tmp_path / "tiny.gguf", _BLOCKS[name])
+    exact, tokens = _unpacked(folder, file), torch.arange(7, 27)
+    rounded = copy.deepcopy(exact)
+    for weight in rounded.parameters():
+        weight.data.copy_(weight.data.bfloat16())
+    for dtype, reference in (("native", exact), ("float32", exact), ("mixed", rounded)):
+        target = load_target(str(file), dtype=dtype, device="cpu", pack_weights=True)
+        view, cache = decoding_view(target.model), KVCache(target.layers, len(tokens))
+        with torch.inference_mode():
+            expected = reference(tokens[None]).logits[0]
+            for block in torch.split(tokens, (9, 1, 1, 1, 5, 3)):
+                logits = forward(view, block, cache, last=len(block))
+                assert nearly_equal(logits, expected[cache.length : cache.length + len(block)], 1e-4)
+                cache.length += len(block)
+    kinds = [_BLOCKS[name].get(part, _BLOCKS[name][""]) for part in (*2 * _LINEAR, "lm_head")]
+    kept = sum(kind in KINDS for kind in kinds)
+    warning = f"target.dtype=native: {kept} of {len(kinds)} linear layers are in blocks; the others are dense"
+    assert [record.getMessage() for record in caplog.records] == ([warning] if kept < len(kinds) else [])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "mixed"])

@@ -24,6 +24,7 @@ from layerskip.device.trial import nearly_equal
 from layerskip.draft_plan import DraftPlan
 from layerskip.drafters.registry import build_drafter
 from layerskip.measure.measure import measure
+from layerskip.models import cache_pool
 from layerskip.models.cache_pool import release_cache
 from layerskip.models.forward import Features, forward
 from layerskip.models.graph_capture import CapturedPass, CapturingCache, _refused, capture_seconds
@@ -32,8 +33,6 @@ from layerskip.models.target import Target
 from tests.accelerator import decode_static
 from tests.families import REPRESENTATIVE, build
 from tests.models.passes import LAYERS, TORCH_DEVICE, acquired, assert_close, filled, let_token_63_overflow, tokens_of
-
-needs_gpu = pytest.mark.skipif(TORCH_DEVICE.type != "cuda", reason="needs a GPU")
 
 
 def _prefilled(model: PreTrainedModel) -> tuple[PreTrainedModel, CapturingCache]:
@@ -171,9 +170,11 @@ class _Synchronises(nn.Module):
         return self.inner(hidden) * (1.0 if float(hidden.sum()) > 0 else 0.5)
 
 
-@needs_gpu
-def test_a_model_that_synchronises_is_not_captured() -> None:
-    """The device still works after it."""
+def test_a_model_that_synchronises_is_not_captured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is refused at once, in one line. A GPU still works after it."""
+    monkeypatch.setattr("layerskip.device.transfer._is_remote", lambda tensor: True)
     for synchronises in (True, False):
         model, tokens = build("llama"), []
         if synchronises:
@@ -183,6 +184,9 @@ def test_a_model_that_synchronises_is_not_captured() -> None:
             tokens.append(found.tokens)
         assert tokens[0] == tokens[1]
         assert (decoding_view(model) in _refused) == synchronises
+    assert [record.getMessage() for record in caplog.records] == [
+        "LlamaForCausalLM: its passes cannot be captured and run eagerly: _local_scalar_dense waits for the device"
+    ]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
@@ -199,24 +203,51 @@ def test_decoding_reaches_the_last_position_of_a_model(family: str) -> None:
     assert static == plain
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried"), RuntimeError("no\nsuch thing")])
 @torch.inference_mode()
-def test_a_model_is_refused_only_if_it_can_never_be_captured(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+def test_a_model_is_refused_only_if_captures_fail_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Running out of memory is no refusal, nor is one failure. A refusal is logged with its reason."""
+    """A refusal is logged with its reason."""
     model = build("llama")
     view, cache = _prefilled(model)
     expected = model(tokens_of(11)[None], use_cache=False).logits[0, 8:]
     with monkeypatch.context() as patch:
-        patch.setattr(CapturingCache, "_capture", _failing(error))
+        patch.setattr(CapturingCache, "_capture", _failing(RuntimeError("no\nsuch thing")))
         for _ in range(2):
             assert view not in _refused
             assert nearly_equal(forward(view, tokens_of(11)[8:], cache, last=3), expected)
-    refused = "no" in str(error)[:2]
-    assert (view in _refused, "run eagerly: no" in caplog.text, "such" in caplog.text) == (refused, refused, False)
+    assert (view in _refused, "run eagerly: no" in caplog.text, "such" in caplog.text) == (True, True, False)
     assert nearly_equal(forward(view, tokens_of(11)[8:], cache, last=3), expected)
-    assert any(cache._passes.values()) != refused
+    assert not any(cache._passes.values())
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+@torch.inference_mode()
+def test_a_capture_without_memory_is_tried_again_without_idle_caches(failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If that does not help, the text goes on with those that it has, and the next text has new ones again."""
+    view, cache = _prefilled(build("llama"))
+    forward(view, tokens_of(2), cache, last=2)  # captured before
+    release_cache(view, CapturingCache(LAYERS, 40, TORCH_DEVICE))
+    idle, attempts, capture = [], [], CapturingCache._capture
+
+    def scarce(*given: Any) -> CapturedPass:
+        attempts.append(len(attempts))
+        idle.append(len(cache_pool._free))
+        if len(attempts) > failures:
+            return capture(*given)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried")
+
+    monkeypatch.setattr(CapturingCache, "_capture", scarce)
+    for _ in range(3):
+        forward(view, tokens_of(1), cache, last=1)
+    assert idle[:2] == [1, 0]
+    assert (len(attempts), len(cache._passes[view])) == ((2, 2) if failures == 1 else (2, 1))
+    cache.gather([1])
+    assert len(attempts) == (3 if failures == 1 else 2)
+    cache.clear()
+    cache.length = 8
+    forward(view, tokens_of(1), cache, last=1)
+    assert len(cache._passes[view]) == 2 and view not in _refused
 
 
 @torch.inference_mode()

@@ -6,14 +6,18 @@ import json
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from layerskip import load_target
+from layerskip.costs.parts import time_kernels, time_pass
+from layerskip.device.trial import HAS_TRITON
 from layerskip.models import compiled_layers
 from searches.app.composition import compose_config
 from searches.evaluate.criteria import random_target
-from searches.evaluate.gpu import Rows, compare_compilation, compare_peer, floor_tokens_per_second
+from searches.evaluate.gpu import Rows, compare_compilation, compare_peer, floor_tokens_per_second, rows_of, time_draft
 from tests.accelerator import DEVICE, compile_anywhere
 from tests.searches.conftest import Launch
 
@@ -31,7 +35,15 @@ PARAMETERS = {"llama_1b": 1_235_814_400, "llama_3b": 3_212_749_824, "llama_8b": 
 def overrides(tiny_folder: Path, tmp_path: Path) -> list[str]:
     """Of a small run."""
     target = ["target=local", f"target.path={tiny_folder}", "target.dtype=float32", f"target.device={DEVICE}"]
-    return [*target, "measure.max_new_tokens=8", "measure.prompts=2", "shapes=null", f"outputs={tmp_path}"]
+    small = ["measure.max_new_tokens=8", "measure.prompts=2", "context=70", "shapes=null", "programs=null"]
+    return [*target, *small, f"outputs={tmp_path}"]
+
+
+def _rows(overrides: list[str]) -> Rows:
+    """Rows with two random shapes, of which one cannot be made."""
+    config = compose_config("gpu", overrides)
+    config.shapes = {"tiny": TINY, "broken": TINY | {"num_attention_heads": 0}}
+    return Rows(config)
 
 
 @pytest.mark.parametrize("name", sorted(PARAMETERS))
@@ -50,15 +62,13 @@ def test_the_floor_is_the_time_of_reading_weights_and_cache() -> None:
     assert floor == pytest.approx(1e9 / (4 * (weights + 10 * cache)))
 
 
-@pytest.mark.parametrize(("peer", "shape"), [("transformers_static", None), ("transformers", TINY)])
-def test_transformers_is_measured_beside_plain_decoding(
-    peer: str, shape: dict[str, Any] | None, overrides: list[str]
-) -> None:
-    row = compare_peer(Rows(compose_config("gpu", overrides)), shape, peer)
+@pytest.mark.parametrize(("peer", "name"), [("transformers_static", "target"), ("transformers", "tiny")])
+def test_transformers_is_measured_beside_plain_decoding(peer: str, name: str, overrides: list[str]) -> None:
+    row = compare_peer(_rows(overrides), name, peer)
     assert row["over_plain"] == pytest.approx(row["tokens_per_second"] / row["plain_tokens_per_second"])
     assert row["share_of_floor"] == pytest.approx(row["over_plain"] * row["plain_share_of_floor"])
     assert row["plain_share_of_floor"] > 0
-    assert shape or row["losslessness"]["verdict"] == "exact"
+    assert name == "tiny" or row["losslessness"]["verdict"] == "exact"
 
 
 @pytest.mark.parametrize("compiles", [True, False])
@@ -83,22 +93,110 @@ def test_plain_decoding_has_a_row_with_and_without_compiled_layers(
 
 
 def test_a_row_that_fails_or_comes_too_late_leaves_the_others(overrides: list[str], tmp_path: Path) -> None:
-    rows = Rows(compose_config("gpu", overrides))
-    rows.attempt("broken", partial(compare_peer, rows, TINY | {"num_attention_heads": 0}, "transformers"))
-    rows.attempt("good", partial(compare_peer, rows, None, "transformers"))
-    rows._deadline = 0.0
-    rows.attempt("late", partial(compare_peer, rows, None, "transformers"))
+    rows = _rows(overrides)
+    rows.attempt("broken", partial(compare_peer, rows, "broken", "transformers"))
+    rows.attempt("good", partial(compare_peer, rows, "target", "transformers"))
+    rows.attempt("refused", partial(time_draft, rows, "tiny", "int8"))
+    rows.deadline = 0.0
+    rows.attempt("late", partial(compare_peer, rows, "target", "transformers"))
     written = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
-    assert [sorted(row) == ["error"] for row in written["rows"].values()] == [True, False, False]
+    assert [sorted(row) == ["error"] for row in written["rows"].values()] == [True, False, False, False]
     assert written["rows"]["good"]["tokens_per_second"] > 0
+    assert "not packed" in written["rows"]["refused"]["left_out"]
     assert written["rows"]["late"] == {"left_out": "no time was left"}
 
 
+def test_a_second_call_measures_what_is_missing(overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what failed, or ended the program. With other settings, a call begins anew."""
+    monkeypatch.setattr("searches.evaluate.gpu.copy_bandwidth", lambda device: 1e9)
+    measured: list[str] = []
+
+    def measure(name: str, error: type[BaseException] | None = None) -> dict[str, Any]:
+        measured.append(name)
+        if error is not None:
+            raise error
+        return {"value": len(measured)}
+
+    first = _rows(overrides)
+    first.attempt("done", partial(measure, "done"))
+    first.attempt("failed", partial(measure, "failed", OSError))
+    with pytest.raises(KeyboardInterrupt):
+        first.attempt("interrupted", partial(measure, "interrupted", KeyboardInterrupt))
+    first.deadline = 0.0
+    first.attempt("late", partial(measure, "late"))
+    first._write("hung", {"error": "it did not end"})
+    second = _rows([*overrides, "seconds=100"])
+    names = ["done", "failed", "interrupted", "late", "hung"]
+    for name in names:
+        second.attempt(name, partial(measure, name))
+    assert measured == ["done", "failed", "interrupted", "interrupted", "late"]
+    assert second.rows["done"] == {"value": 1} and second.rows["late"] == {"value": 5}
+    assert _rows([*overrides, "seed=3"]).rows == {}
+
+
+def test_rows_of_a_gpu_begin_with_what_says_most(overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest random model is made twice at most, and formats of drafts come for all sizes."""
+    monkeypatch.setattr("searches.evaluate.gpu.copy_bandwidth", lambda device: 1e9)
+    rows = Rows(compose_config("gpu", [each for each in overrides if each not in ("shapes=null", "programs=null")]))
+    rows.target = Mock(wraps=rows.target, device=torch.device("cuda"), model=rows.target.model)
+    names = [name for name, _ in rows_of(rows)]
+    assert len(names) == len(set(names))
+    order = ["card", "target, attention", "llama_8b, down", "target, captured pass of 1", "target, verification"]
+    order += [
+        "llama_8b, captured pass of 1",
+        "llama_8b, transformers_static",
+        "llama_8b, layer_skip",
+        "target, transformers_static",
+    ]
+    order += [
+        "target, lookup_recycling",
+        "target, layer_skip",
+        "llama_3b, transformers",
+        "llama_1b, transformers",
+        "study",
+        "tests",
+    ]
+    assert [name for name in names if name in order] == order
+    assert {f"{name}, draft of {weights}" for name in PARAMETERS for weights in ("int8", "int4")} <= {*names}
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+def test_kernels_are_timed_beside_torchs_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("layerskip.costs.parts.ROWS", (3,))
+    monkeypatch.setattr("layerskip.costs.parts._KEYS", (40,))
+    rows = dict(time_kernels(TINY, torch.float16, torch.device(DEVICE)))
+    assert len(rows) == 6
+    for name, entry in (("attention", "3 to 40"), ("gate and up", "3"), ("down", "3")):
+        assert set(found := rows[name]()) == {entry}
+        assert min(found[entry].values()) > 0
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_the_parts_of_a_pass_add_up_to_it(packs: bool, tiny_folder: Path) -> None:
+    """Also where our kernels take the time of none of them."""
+    target = load_target(str(tiny_folder), dtype="float32", device=DEVICE, pack_weights=packs)
+    row = time_pass(target, rows=4, context=20, captured=False)
+    total = row.pop("milliseconds")
+    if DEVICE == "cpu":
+        assert sum(row.values()) == pytest.approx(total)
+        assert min(row["products"], row["other operators"], total) > 0
+    else:
+        assert row["kernels"] > 0 and len(row["slowest_microseconds"]) > 0
+
+
 def test_the_program_writes_its_record_and_fails_with_an_error(overrides: list[str], tmp_path: Path, launch: Launch) -> None:
-    done = launch("evaluate.gpu", *overrides, "target.compile=off", "measure.max_new_tokens=1", cwd=tmp_path)
+    programs = "programs={study: '{python} -c \"print(7)\"', tests: '{python} -c \"raise SystemExit(5)\"'}"
+    overrides = [*overrides, "card=no-such-program", "drafters={prompt_lookup: {method: prompt_lookup}}", programs]
+    done = launch("evaluate.gpu", *overrides, "target.compile=off", cwd=tmp_path)
     assert done.returncode == 1, done.stderr
-    assert done.stdout.endswith("errors in: target transformers, target transformers_static\n")
+    assert done.stdout.endswith("errors in: tests\n")
     record = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
-    assert record["schema"] == "layerskip.gpu/2"
+    assert record["schema"] == "layerskip.gpu/3"
     assert record["bandwidth"] > 0
-    assert "every output ends with its first token" in record["rows"]["target transformers"]["error"]
+    rows = record["rows"]
+    assert rows["card"] == {"left_out": "there is no no-such-program"}
+    assert rows["study"] == {"output": "7"} and "error" in rows["tests"]
+    assert list(rows["target, verification"]) == ["1", "2", "4", "8", "16", "32", "64"]
+    assert rows["target, transformers"]["losslessness"]["verdict"] == "exact"
+    assert rows["target, prompt_lookup"]["losslessness"]["verdict"] == "exact"
+    assert {name.rpartition(", ")[2] for name in rows} >= {"pass of 1", "pass of 16", "transformers_static", "draft of int4"}
