@@ -168,7 +168,7 @@ class _Steps:
     def _forward(self, index: int, *args: Any, **kwargs: Any) -> Any:
         hidden = hidden_states(args, kwargs)
         if self._seen is None:
-            self._masks.append(kwargs["attention_mask"])
+            self._masks.append(kwargs.get("attention_mask"))
             return hidden
         return self._stacks.run(index, hidden, kwargs["position_embeddings"], self._seen[index])
 
