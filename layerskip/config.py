@@ -313,6 +313,7 @@ class SpeculativeConfig:
     draft_window: int = _usual(
         0, "the last tokens that a draft attends to, with the first four; 0 for all", choices=(0, 256, 512, 1024, 2048)
     )
+    siblings: int = _usual(0, "other likely tokens beside each drafted one, verified with it as a tree; 0 drafts chains")
     datastore: str = _usual("", "the folder of a datastore", path=True)
     tree_tokens: int = _usual(8, "the most tokens of a tree")
     top_k: int = _usual(4, "successors that are kept of each token")

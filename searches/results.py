@@ -24,7 +24,7 @@ from layerskip import ConfigError, Target
 from layerskip.files import beside, report_full_disk
 from layerskip.models.environment import environment
 
-RESULTS_VERSION = 6
+RESULTS_VERSION = 7
 """Version of what decodes, measures and predicts. It is part of what names stored results, which are made again once the
 author of a change after which they would be others has raised it."""
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)

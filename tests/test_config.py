@@ -18,14 +18,15 @@ CASCADE = {"method": "cascade", "members": [LOOKUP, RECYCLING]}
 _LENGTH = {"num_speculative_tokens": 4, "stop": {"method": "length"}}
 _MEMBERS = [
     LOOKUP | {"prompt_lookup_min": 2, "prompt_lookup_max": 5, "match": "first", "num_speculative_tokens": 10},
-    LAYER_SKIP | _LENGTH | {"mask": "mlp:2", "draft_window": 256},
+    LAYER_SKIP | _LENGTH | {"mask": "mlp:2", "draft_window": 256, "siblings": 0},
 ]
 CONFIGS: list[dict[str, Any]] = [
     {"method": "none"},
-    LAYER_SKIP | _LENGTH | {"mask": "attention:6-9;mlp:2", "draft_window": 0},
+    LAYER_SKIP | _LENGTH | {"mask": "attention:6-9;mlp:2", "draft_window": 0, "siblings": 2},
     LAYER_SKIP
-    | {"mask": "", "num_speculative_tokens": 1, "stop": {"method": "threshold", "threshold": 0.25}, "draft_window": 512},
-    {"method": "quantized", "weights": "int4;mlp:3=int8"} | _LENGTH | {"draft_window": 0},
+    | {"mask": "", "num_speculative_tokens": 1, "stop": {"method": "threshold", "threshold": 0.25}, "draft_window": 512}
+    | {"siblings": 0},
+    {"method": "quantized", "weights": "int4;mlp:3=int8"} | _LENGTH | {"draft_window": 0, "siblings": 1},
     DRAFT_MODEL | {"num_speculative_tokens": 8, "stop": {"method": "adaptive", "threshold": 0.5}},
     *_MEMBERS,
     {"method": "retrieval", "datastore": "d", "prompt_lookup_min": 2, "prompt_lookup_max": 4, "num_speculative_tokens": 3,

@@ -1,4 +1,4 @@
-"""Autoregressive drafting of a chain with a model, and what drafters with a model of their own share."""
+"""Autoregressive drafting with a model, and what drafters with a model of their own share."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ def draft_chain(
     stopper: Stopper,
     vocabulary: Tensor | None = None,
     offset: int = 0,
+    siblings: int = 0,
 ) -> Draft:
-    """Draft up to ``limit`` tokens, at least one; afterwards ``cache.length`` counts every token that was fed.
+    """Draft up to ``limit`` tokens in a row, at least one; afterwards ``cache.length`` counts every token that was fed.
 
     Args:
         model: a view of the target, or a model with the target's tokenizer.
@@ -45,6 +46,8 @@ def draft_chain(
         chooser: the target's chooser, whose warping the draft must share.
         vocabulary: ``[v]`` int64, the tokens that the model computes logits of; None for the whole vocabulary.
         offset: the number of earlier positions that the cache leaves out.
+        siblings: how many more tokens to draft beside each. The draft is then a tree of the likeliest tokens, before any
+            warping, which goes on after the first of every place.
     """
     tokens: list[Tensor] = []
     distributions: list[Tensor] = []
@@ -56,6 +59,15 @@ def draft_chain(
             # Models of one tokenizer pad their vocabularies differently.
             logits = pad(logits, (0, missing), value=-float("inf"))
         cache.length += fed.shape[0]
+        if siblings:
+            tokens.append(logits[0].topk(min(1 + siblings, logits.shape[-1])).indices)
+            if len(tokens) == limit or stopper.stops(logits):
+                width = tokens[0].shape[0]
+                return Draft(
+                    torch.cat(tokens), tuple(max(-1, n // width * width - width) for n in range(width * len(tokens)))
+                )
+            fed = tokens[-1][:1]
+            continue
         distribution = chooser.distribution(logits, block, tokens=vocabulary)
         distributions.append(distribution)
         column = chooser.choose(distribution)

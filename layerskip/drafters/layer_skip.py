@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
@@ -17,6 +18,7 @@ from layerskip.decoding.draft import Draft
 from layerskip.decoding.drafter import Context
 from layerskip.decoding.sampling import Chooser
 from layerskip.decoding.stopping import Stopper, StopRuleDrafter
+from layerskip.decoding.verify import Verdict
 from layerskip.draft_plan import DraftPlan, PlanError
 from layerskip.drafters.chain import draft_chain
 from layerskip.models.architecture import UnsupportedModel
@@ -38,6 +40,7 @@ class LayerSkip(StopRuleDrafter):
             shared("num_speculative_tokens", range=(1, 8)),
             shared("stop", first=StopRule("adaptive")),
             shared("draft_window"),
+            shared("siblings"),
         ),
         source="the target with sub-layers skipped",
         rank=5,
@@ -47,9 +50,12 @@ class LayerSkip(StopRuleDrafter):
         engine_method="draft_model",
     )
 
-    def __init__(self, view: nn.Module, num_speculative_tokens: int, stop: StopRule, window: int = 0) -> None:
+    def __init__(
+        self, view: nn.Module, num_speculative_tokens: int, stop: StopRule, window: int = 0, siblings: int = 0
+    ) -> None:
         self.view, self.num_speculative_tokens, self.stopper = view, num_speculative_tokens, Stopper(stop)
-        self.window = window
+        self.window, self.siblings = window, siblings
+        self.tree_tokens = num_speculative_tokens * (1 + siblings) if siblings else 0
 
     @classmethod
     def build(cls, config: SpeculativeConfig, target: Target) -> LayerSkip:
@@ -60,7 +66,7 @@ class LayerSkip(StopRuleDrafter):
         if config.draft_window and "position_ids" not in inspect.signature(type(target.model).forward).parameters:
             raise UnsupportedModel(f"draft_window: {target.architecture} takes no positions")
         view = cached_skip_view(target.model, plan)
-        return cls(view, config.num_speculative_tokens, config.stop, config.draft_window)
+        return cls(view, config.num_speculative_tokens, config.stop, config.draft_window, config.siblings)
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:
         self._cache, self._chooser = cache, chooser
@@ -70,11 +76,16 @@ class LayerSkip(StopRuleDrafter):
         """Draft on the target's cache, then restore its length; or on a copy of what the window shows of it."""
         verified = self._cache.length
         limit = min(limit, self.num_speculative_tokens)
+        rules: Any = {"chooser": self._chooser, "stopper": self.stopper, "siblings": self.siblings}
         if self._seen is not None and verified > _SINKS + self.window:
             self._seen.copy_ends(self._cache, _SINKS, self.window)
             left_out = verified - self._seen.length
-            return draft_chain(self.view, self._seen, context.last, limit, self._chooser, self.stopper, offset=left_out)
+            return draft_chain(self.view, self._seen, context.last, limit, offset=left_out, **rules)
         try:
-            return draft_chain(self.view, self._cache, context.last, limit, self._chooser, self.stopper)
+            return draft_chain(self.view, self._cache, context.last, limit, **rules)
         finally:
             self._cache.length = verified
+
+    def observe(self, verdict: Verdict) -> None:
+        """Count the places of a draft as its tokens: at most one of each place is accepted."""
+        self.stopper.observe(len(verdict.drafted) // (1 + self.siblings), verdict.accepted)

@@ -34,6 +34,7 @@ class Quantized(LayerSkip):
             shared("num_speculative_tokens", range=(1, 8)),
             shared("stop", first=StopRule("adaptive")),
             shared("draft_window"),
+            shared("siblings"),
         ),
         source="the target with weights of fewer bits",
         rank=5,

@@ -168,6 +168,8 @@ class Deployment:
                 differs.append("config.weights: the output layer is read as it is stored")
         if config.draft_window:
             differs.append("config.draft_window: the draft attends to the whole context")
+        if config.siblings:
+            differs.append("config.siblings: a chain is drafted in place of a tree")
         if config.method == "eagle" and config.top_k > 1 and not trees:
             differs.append("config.tree_tokens: a chain is drafted in place of a tree")
         if config.method == "prompt_lookup":

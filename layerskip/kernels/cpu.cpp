@@ -24,7 +24,7 @@ typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 
-// The panels of a weight [outputs, inputs]: values of 16 bits in bfloat16, or codes of 8 or 4 bits in blocks of inputs. The
+// The panels of a weight [outputs, inputs]: values of 32 bits, or of 16 in bfloat16, or codes of 8 or 4 in blocks of inputs. The
 // value of a code is code * scale + offset. Panels of 16 and 4 bits hold outputs i and i + LANES side by side: as the halves of
 // a word, which shift and mask widen, and of a byte. Panels that are multiplied in integers hold the codes of an output for
 // `together` inputs side by side.
@@ -99,6 +99,11 @@ inline Ints integers(const uint8_t* at) {
 // Reads the two vectors of an input; `block` has the scales and offsets of its block, two vectors each.
 template <int BITS>
 inline void read(const uint8_t* panel, int64_t input, const Floats* block, Floats* values) {
+  if (BITS == 32) {
+    const float* const at = reinterpret_cast<const float*>(panel) + input * PANEL;
+    values[0] = load(at), values[1] = load(at + LANES);
+    return;
+  }
   if (BITS == 16) {
     Words both;
     std::memcpy(&both, panel + input * PANEL * 2, sizeof both);
@@ -172,7 +177,7 @@ void add_listed(const Weight& of, const float* rows, float* results, int64_t cou
 // Where many rows or the unpacking of codes keep the processor from running ahead to its next loads, panels are fetched ahead.
 template <int BITS, int ROWS, int PANELS>
 void block(const Weight& of, const float* rows, float* results, int64_t panel) {
-  constexpr int64_t FETCHED = BITS == 16 ? 2048 : 1024;  // bytes between the weights that are read and those that are fetched
+  constexpr int64_t FETCHED = BITS >= 16 ? 2048 : 1024;  // bytes between the weights that are read and those that are fetched
   const int64_t blocks = of.inputs / of.block;
   Floats sums[ROWS][2 * PANELS] = {};
   if constexpr (BITS == 12) {
@@ -238,7 +243,7 @@ void blocks(const Weight& of, const float* rows, float* results, int64_t panel, 
 template <int BITS>
 void multiply_panels(const Weight& of, const float* rows, float* results, int64_t count, int64_t panel, int64_t end) {
   using Blocks = void (*)(const Weight&, const float*, float*, int64_t, int64_t);
-  constexpr int ALONE = BITS == 16 ? 4 : BITS < 12 ? 2 : LANES == 16 ? 4 : 1;  // scales, offsets and tables need registers
+  constexpr int ALONE = BITS >= 16 ? 4 : BITS < 12 ? 2 : LANES == 16 ? 4 : 1;  // scales, offsets and tables need registers
   constexpr int FEW = LANES == 16 ? 2 : 1;     // of 32 registers
   constexpr Blocks sizes[] = {blocks<BITS, 1, ALONE>, blocks<BITS, 2, (ALONE + 1) / 2>, blocks<BITS, 3, FEW>, blocks<BITS, 4, FEW>,
                               blocks<BITS, 5, FEW>,   blocks<BITS, 6, FEW>,       blocks<BITS, 7, 1>,   blocks<BITS, 8, 1>};
@@ -396,7 +401,8 @@ void multiply_share(const Weight& of, const float* rows, float* results, int64_t
   }
   Weight read = of;
   if (of.packed && count <= packed_rows[std::min(omp_get_num_threads(), MOST_THREADS)]) read.panels = of.packed, read.bits = 12;
-  const auto multiply = read.bits == 16   ? multiply_panels<16>
+  const auto multiply = read.bits == 32   ? multiply_panels<32>
+                        : read.bits == 16 ? multiply_panels<16>
                         : read.bits == 12 ? multiply_panels<12>
                         : read.bits == 8  ? multiply_panels<8>
                                           : multiply_panels<4>;

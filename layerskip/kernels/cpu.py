@@ -1,4 +1,4 @@
-"""The parts of a pass over a few rows on a CPU, for weights of few bytes with float32 activations and sums.
+"""The parts of a pass over a few rows on a CPU, with float32 activations and sums, and weights of as few bytes as hold them.
 
 Decoding costs the bytes of the weights. A float32 weight whose values bfloat16 holds exactly is read at half the bytes, or
 at 12 bits a value where that is faster. One whose values are codes in blocks of 32 takes 5 or 6 bits a value for codes of 4
@@ -35,6 +35,8 @@ from layerskip.files import atomic_write, digest
 
 MOST_ROWS = 24
 """With more rows, arithmetic takes longer than reading, and torch's products are as fast."""
+ROUNDED = 0.03
+"""By which products of rounded activations may differ, as a share of the largest."""
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _FLAGS = {
     "AVX2": ("-DLANES=8", "-mavx2", "-mfma", "-mf16c"),
@@ -48,7 +50,6 @@ _MEASURED, _INPUTS = 2**26, 1024  # bytes and inputs of a weight that few caches
 _COUNTS = (1, 2, 3, 4, 5, 6, 8, 12, 16, MOST_ROWS)  # rows that are measured with it
 _REPEATS = 4  # measurements of each
 _FASTER = 0.97  # the share of the time that counts as faster
-_ROUNDED = 0.03  # by which products of rounded activations may differ
 _LISTED = 1e-3  # the largest share of the values that are listed
 _LIMIT_SECONDS = 120  # for the compiler
 PARTS = ("products", "attention", "other operators", "waiting at barriers")
@@ -116,6 +117,13 @@ class HalfWeight(FewRowsWeight):
         if weight.dtype != torch.float32 or weight.device.type != "cpu" or not has_kernels():
             return False
         return not bool((weight.detach().view(torch.int32) & 0xFFFF).any())
+
+
+class FloatWeight(FewRowsWeight):
+    """A weight as it is, for products whose sums are the same for any number of rows."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(weight, 32, panels=_panels(weight.detach()).transpose(1, 2).contiguous())
 
 
 def _without_listed(values: Tensor) -> tuple[Tensor, dict[str, Any]]:
@@ -332,6 +340,7 @@ class DecoderLayer(ctypes.Structure):
         super().__init__(*arrays, scale, width, activation, has_attention, has_mlp)
         self._kept = weights, biases, factors
         self.shape = width, *(weight.outputs for weight in weights)  # one for all layers of a call
+        self.rounds = any(isinstance(weight, IntegerWeight) for weight in weights)
 
 
 class DecoderStack:
@@ -410,7 +419,7 @@ def has_kernels() -> bool:
         works = all(nearly_equal(product(rows), linear(rows, product._weight)) for product in products)
         quantized = [Blocks.quantize(weight, bits) for bits in (8, 4)]
         integers = [(IntegerWeight(weight, found)(rows), found.values()) for found in quantized]
-        works &= all(nearly_equal(found, linear(rows, values), _ROUNDED) for found, values in integers)
+        works &= all(nearly_equal(found, linear(rows, values), ROUNDED) for found, values in integers)
         works &= _has_same_results(products[0], rows)
         reason = "" if works else "they give other results"
     except Exception as error:  # compilers, folders and loaders fail in many ways

@@ -4,7 +4,7 @@ oneDNN needs a matrix in blocks. Torch passes it rows, which are laid out again 
 longer than the product. Here a second copy of a weight is packed once, for all module trees over the same tensors, and
 multiplied with the operator that torch's own compiler emits. In bfloat16 the results equal those of
 ``torch.nn.functional.linear`` bit by bit, except where that function rounds before it adds a bias. In float32 the sums have
-another order; weights that bfloat16 holds exactly, or blocks of a GGUF file, are packed for :mod:`layerskip.kernels.cpu`.
+another order, and weights are packed for :mod:`layerskip.kernels.cpu` where it compiles.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 from torch.utils.weak import WeakIdKeyDictionary
 
 from layerskip.device.memory import total_bytes
-from layerskip.kernels.cpu import Blocks, BlockWeight, FewRowsWeight, HalfWeight, IntegerWeight, has_kernels
+from layerskip.kernels.cpu import Blocks, BlockWeight, FewRowsWeight, FloatWeight, HalfWeight, IntegerWeight, has_kernels
 
 Tree = TypeVar("Tree", bound=nn.Module)
 
@@ -92,7 +92,9 @@ def pack_weight(weight: Tensor) -> Product | None:
     """Return the product by a packed weight ``[out, in]``, without gradients; None where packing does not help."""
     if not _is_packable(weight):
         return None
-    return HalfWeight(weight) if HalfWeight.fits(weight) else _reorder(weight)
+    if HalfWeight.fits(weight):
+        return HalfWeight(weight)
+    return FloatWeight(weight) if weight.dtype == torch.float32 and has_kernels() else _reorder(weight)
 
 
 def _reorder(weight: Tensor) -> Product:
@@ -233,7 +235,7 @@ def _is_packable(weight: Tensor) -> bool:
         return False
     if weight.numel() >= _LEAST[weight.dtype]:
         return True
-    return weight.numel() >= _LEAST[torch.bfloat16] and (HalfWeight.fits(weight) or _in_blocks(weight))
+    return weight.numel() >= _LEAST[torch.bfloat16] and has_kernels()
 
 
 @functools.cache

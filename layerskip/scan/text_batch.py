@@ -21,8 +21,10 @@ from torch.nn.utils.rnn import pad_sequence
 from layerskip.decoding.sampling import Chooser, Sampling
 from layerskip.decoding.stopping import confidence
 from layerskip.device.transfer import copy_to_device
+from layerskip.kernels.cpu import MOST_ROWS
 from layerskip.models.cache import KVCache
 from layerskip.models.forward import forward
+from layerskip.models.prefill import run_prefill
 from layerskip.models.skip_view import decoding_view
 from layerskip.scan.row_model import RowModel
 from layerskip.texts.continuations import Continuation
@@ -45,13 +47,21 @@ class TextStates:
         return self.cache.nbytes + self.tokens.nbytes + sum(mask.nbytes for mask in masks.values())
 
 
-def run_target(rows: RowModel, tokens: Tensor, last: int) -> tuple[Tensor, KVCache, list[Tensor | None]]:
-    """Return the logits ``[last, V]`` of a text's final positions, a cache of length 0 with all keys and values, and masks.
+def run_target(rows: RowModel, tokens: Tensor, prompt: int) -> tuple[Tensor, KVCache, list[Tensor | None]]:
+    """Return the logits ``[n - prompt + 1, V]`` from a prompt's end on, a cache of all keys and values, and masks.
+
+    Where rows can be computed as decoding steps are, so is the text: its prompt by a prefill, the others few at a time.
 
     Raises:
         UnsupportedModel: an attention sub-layer takes no mask by name, or its mask differs between heads.
     """
-    view = decoding_view(rows.model)
+    view, cache = decoding_view(rows.model), KVCache(rows.layers, tokens.shape[0], device=tokens.device)
+    if (seen := rows.step_masks(tokens)) is not None:
+        parts = [run_prefill(view, tokens[:prompt], cache)]
+        for block in torch.split(tokens[prompt:], MOST_ROWS):
+            parts.append(forward(view, block, cache, last=block.shape[0]))
+            cache.length += block.shape[0]
+        return torch.cat(parts), cache, _each_visible(rows, seen, tokens.shape[0])
     blocks = view.get_submodule(rows.architecture.path)
     masks: dict[int, Tensor | None] = {}
 
@@ -65,16 +75,19 @@ def run_target(rows: RowModel, tokens: Tensor, last: int) -> tuple[Tensor, KVCac
         for index, block in enumerate(rows.architecture.blocks)
         for name in block.attention
     ]
-    cache = KVCache(rows.layers, tokens.shape[0], device=tokens.device)
     try:
-        logits = forward(view, tokens, cache, last=last)
+        logits = forward(view, tokens, cache, last=tokens.shape[0] - prompt + 1)
     finally:
         for hook in hooks:
             hook.remove()
-    different = {id(mask): mask for mask in masks.values()}
-    converted = {key: None if mask is None else _visible(rows, mask, tokens.shape[0]) for key, mask in different.items()}
-    visible = [converted[id(masks[index])] for index in range(rows.layers)]  # layers go on sharing masks
-    return logits, cache, visible
+    return logits, cache, _each_visible(rows, [masks[index] for index in range(rows.layers)], tokens.shape[0])
+
+
+def _each_visible(rows: RowModel, masks: Sequence[Tensor | None], count: int) -> list[Tensor | None]:
+    """Convert the masks of all layers; layers go on sharing them."""
+    different = {id(mask): mask for mask in masks}
+    converted = {key: None if mask is None else _visible(rows, mask, count) for key, mask in different.items()}
+    return [converted[id(mask)] for mask in masks]
 
 
 def _visible(rows: RowModel, mask: Tensor, count: int) -> Tensor:
@@ -148,7 +161,7 @@ class TextBatch:
             [*continuation.prompt, *continuation.tokens, *continuation.tokens[-1:] * missing], self.model.device
         )
         begin, end = len(continuation.prompt), len(continuation.prompt) + len(continuation.tokens)
-        logits, cache, visible = run_target(self.model, tokens, tokens.shape[0] - begin + 1)
+        logits, cache, visible = run_target(self.model, tokens, begin)
         logits = logits[: end - begin]
         token_probs = np.empty(0)
         if not self.sampling.greedy:

@@ -133,7 +133,7 @@ class ScanPredictor:
         if config.method == "prompt_lookup":
             return config.num_speculative_tokens <= self.profile.longest
         choice = config.num_speculative_tokens, config.stop
-        if config.draft_window or choice not in self._choices_of.get(config.method, ()):
+        if config.draft_window or config.siblings or choice not in self._choices_of.get(config.method, ()):
             return False
         return self.profile.times(DraftPlan.parse(config.plan, self.layers))
 

@@ -63,7 +63,7 @@ class BoundEstimator:
         predictor = self._predictor
         predictable = predictor.can_predict(config)
         plan = DraftPlan.parse(config.plan, predictor.layers) if methods()[config.method].plan_field else None
-        is_timed = plan is not None and not config.draft_window and predictor.profile.times(plan)
+        is_timed = plan is not None and not (config.draft_window or config.siblings) and predictor.profile.times(plan)
         if not predictable and not is_timed:
             return None
         board = leaderboard(study)

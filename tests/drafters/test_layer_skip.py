@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from layerskip.config import SpeculativeConfig
 from layerskip.decoding.decode import decode
 from layerskip.decoding.drafter import Context, Drafter
 from layerskip.decoding.sampling import Chooser
+from layerskip.drafters.layer_skip import LayerSkip
 from layerskip.drafters.registry import build_drafter
 from layerskip.models.cache import KVCache
 from layerskip.models.forward import forward
@@ -36,6 +37,41 @@ TestWindow = contract(
     lambda target: _drafter(target, "mlp:1", "attention:0", num_speculative_tokens=3, draft_window=1),
     samplings=SAMPLINGS[::2],
 )
+
+
+TestSiblings = contract(
+    lambda target: _drafter(target, "mlp:1", "attention:0", num_speculative_tokens=3, siblings=2),
+    trees=True,
+    samplings=SAMPLINGS[::2],
+)
+
+
+@pytest.mark.parametrize("siblings", [1, 2])
+def test_siblings_are_the_next_likely_tokens_of_the_same_places(siblings: int) -> None:
+    """The first tokens are those of the chain; deeper ones follow the first of every place."""
+    target, prompt = target_of("llama"), PROMPTS[1]
+    cache, chain = KVCache(target.layers, len(prompt) + 4, device=DEVICE), torch.tensor(prompt[-1:], device=DEVICE)
+    drafter = _drafter(target, "", "", num_speculative_tokens=3, siblings=siblings)
+    with torch.inference_mode():
+        forward(target.model, torch.tensor(prompt[:-1], device=DEVICE), cache, last=1)
+        cache.length, expected = len(prompt) - 1, list[int]()
+        drafter.start(prompt, cache, Chooser(GREEDY, target.vocabulary, target.device, 0))
+        draft = drafter.draft(Context([*prompt], chain), 8)
+        for _ in range(3):
+            text = torch.cat((torch.tensor(prompt[:-1], device=DEVICE), chain))
+            likely = target.model(input_ids=text[None]).logits[0, -1].topk(1 + siblings).indices
+            expected, chain = [*expected, *likely.tolist()], torch.cat((chain, likely[:1]))
+    width = 1 + siblings
+    assert draft.tokens.tolist() == expected and cache.length == len(prompt) - 1
+    assert draft.parents == (-1,) * width + (0,) * width + (width,) * width
+
+
+def test_an_adaptive_rule_counts_places() -> None:
+    """A draft is wholly accepted if a token of every place is."""
+    target = target_of("llama")
+    drafter = _drafter(target, "", "", num_speculative_tokens=2, siblings=1, stop={"method": "adaptive", "threshold": 0.0})
+    decode(target, drafter, PROMPTS[1], GREEDY, 8)  # the target's own drafts
+    assert cast(LayerSkip, drafter).stopper._acceptance_rate == 1.0
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -44,6 +44,7 @@ def small_weights() -> Iterator[None]:
 
 def _drafter(target: Target, weights: str = "int4", **fields: object) -> Drafter:
     set_packing(target.model, True)
+    weights = weights if target.layers > 1 else "int4;head=int8"  # the toy has one layer
     given = {"method": "quantized", "weights": weights, "num_speculative_tokens": 3}
     return build_drafter(SpeculativeConfig.from_dict(given | fields), target)
 
@@ -52,6 +53,7 @@ MIXED = "int4;layers:1=skip;attention:0=int8;head=keep"
 
 TestInt4 = contract(_drafter, samples_by_default=False)
 TestMixed = contract(functools.partial(_drafter, weights=MIXED), samples_by_default=False)
+TestSiblings = contract(functools.partial(_drafter, weights=MIXED, siblings=1), trees=True, samples_by_default=False)
 
 
 @pytest.mark.parametrize("family", SKIPPABLE)

@@ -21,6 +21,7 @@ from layerskip.kernels.cpu import (
     DecoderLayer,
     DecoderStack,
     FewRowsWeight,
+    FloatWeight,
     HalfWeight,
     IntegerWeight,
     has_kernels,
@@ -52,6 +53,7 @@ def assert_multiplies(product: FewRowsWeight, matrix: Tensor) -> None:
 def test_products_equal_torch_and_no_row_depends_on_others(outputs: int, inputs: int) -> None:
     matrix = weight(outputs, inputs)
     assert_multiplies(HalfWeight(matrix), matrix)
+    assert_multiplies(FloatWeight(matrix / 3), matrix / 3)
 
 
 @pytest.fixture

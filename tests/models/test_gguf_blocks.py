@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from layerskip import SpeculativeConfig, TargetError, generate, load_target
 from layerskip.device.trial import nearly_equal
-from layerskip.kernels.cpu import FewRowsWeight, has_kernels
+from layerskip.kernels.cpu import BlockWeight, FewRowsWeight, has_kernels
 from layerskip.models import packing
 from layerskip.models.cache import KVCache
 from layerskip.models.forward import forward
@@ -68,7 +68,7 @@ def test_a_native_target_decodes_as_the_float32_model_of_its_file(
     assert load_draft(native, file).precision == "mixed"  # a draft may be rounded
     with torch.no_grad():
         layers[0].weight.mul_(0.5)
-    assert not isinstance(few_rows_weight(layers[0]), FewRowsWeight)  # the blocks are of other values
+    assert not isinstance(few_rows_weight(layers[0]), BlockWeight)  # the blocks are of other values
     assert has_blocks(native.model)
 
 

@@ -7,18 +7,24 @@ import random
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 from layerskip.config import SpeculativeConfig, StopRule
 from layerskip.decoding.decode import Stops, decode
 from layerskip.decoding.drafter import NoDraft
 from layerskip.decoding.sampling import Sampling
 from layerskip.decoding.stats import Round
+from layerskip.decoding.stopping import confidence
 from layerskip.draft_plan import DraftPlan
 from layerskip.drafters.prompt_lookup import PromptLookup
 from layerskip.drafters.registry import build_drafter
 from layerskip.kernels.cpu import MOST_ROWS, has_kernels
 from layerskip.models import packing
 from layerskip.models.architecture import UnsupportedModel
+from layerskip.models.cache import KVCache
+from layerskip.models.forward import forward
+from layerskip.models.prefill import Prefill
+from layerskip.models.skip_view import cached_skip_view, decoding_view
 from layerskip.models.target import Target
 from layerskip.prompts import PromptSet
 from layerskip.scan.replay import replay_lookup
@@ -107,6 +113,44 @@ def test_a_scan_replays_drafts_of_fewer_bits(monkeypatch: pytest.MonkeyPatch) ->
             assert scanner.rounds(scan, length, stop) == rounds, (scan.mask.format(), length, stop)
             rejected += sum(r.accepted < r.drafted for some in rounds for r in some) * bool(scan.mask.formats)
     assert rejected
+
+
+@pytest.mark.skipif(DEVICE != "cpu" or not has_kernels(), reason="needs a C++ compiler and AVX2 or AVX-512")
+@pytest.mark.parametrize(("family", "dtype"), [("llama", torch.float32), ("gemma3_text", torch.bfloat16)])
+def test_drafts_of_fewer_bits_are_scanned_bit_by_bit(
+    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against drafts of one row at a time, on caches that verification has filled by passes of several sizes."""
+    monkeypatch.setattr(packing, "_LEAST", dict.fromkeys(packing._LEAST, 1))
+    target = Target(build(family).to(dtype).float(), pack_weights=True)
+    continuations = [continuation_of(target, number, [9, 8, 7, number + 5], GREEDY, 40) for number in range(2)]
+    scanner = Scanner(target, continuations, GREEDY, depth=3)
+    assert sum(each.starts for each in continuations) > MOST_ROWS
+    for text in ("int4", "int8;head=int4;attention:0=int4;mlp:1=keep;mlp:0=skip;layers:2=skip"):
+        (scan,) = scanner.scan([DraftPlan.parse(text, target.layers)], floor=0.0)
+        for continuation, trace in zip(continuations, scan.traces, strict=True):
+            for start in range(0, continuation.starts - 2, 9):
+                expected = _confidences(target, scan.mask, continuation, start, 3)
+                found = trace.confidence[start, : continuation.limit(start)].tolist()
+                assert found == expected[: len(found)], (text, start)
+
+
+@torch.inference_mode()
+def _confidences(target: Target, plan: DraftPlan, continuation: Continuation, start: int, length: int) -> list[float]:
+    """Drafts after a token of a continuation, on a cache that passes over one to three tokens have filled."""
+    known, end = torch.tensor([*continuation.prompt, *continuation.tokens]), len(continuation.prompt) + start
+    cache, found = KVCache(target.layers, end + length), list[float]()
+    Prefill.of(target, continuation.prompt).restore(cache)
+    while cache.length < end:
+        block = known[cache.length : min(cache.length + 1 + start % 3, end)]
+        forward(decoding_view(target.model), block, cache, 1)
+        cache.length += len(block)
+    token = known[end : end + 1]
+    for _ in range(length):
+        logits = forward(cached_skip_view(target.model, plan), token, cache, 1)
+        cache.length, token = cache.length + 1, logits.argmax(-1)
+        found.append(float(confidence(logits)))
+    return found
 
 
 def test_a_continuation_that_ends_inside_a_draft_is_replayed(tiny_target: Target) -> None:
