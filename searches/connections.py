@@ -138,7 +138,6 @@ class RetryingStorage(_Storage):  # type: ignore[misc]
     def get_all_trials(
         self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
     ) -> list[FrozenTrial]:
-        """Return the trials of a study in some states, or in any."""
         self._write_changes()
         if (trials := self._read.get(study_id)) is None:
             trials = self._retry(partial(self._storage.get_all_trials, study_id, deepcopy=False))
@@ -148,10 +147,7 @@ class RetryingStorage(_Storage):  # type: ignore[misc]
         return copy.deepcopy(chosen) if deepcopy else chosen
 
     def join_changes(self, trial_id: int) -> None:
-        """Let changes of a trial, from this thread, wait until it reads trials or ends one, and then make them together.
-
-        A transaction waits for the disk, and a trial makes tens of changes.
-        """
+        """Let changes of a trial, from this thread, wait until it reads or ends one, for one transaction of all."""
         self._waiting.trial = trial_id
 
     @defer_interrupt()
@@ -230,7 +226,6 @@ def sqlite_file(url: str) -> Path | None:
 
 
 def without_password(url: str) -> str:
-    """Return the URL of a database or server with its password hidden."""
     parts = _parts(url)
     return url if parts is None or parts.password is None else parts.render_as_string(hide_password=True)
 

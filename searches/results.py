@@ -44,11 +44,7 @@ def record_header(schema: str, target: Target) -> dict[str, Any]:
 
 
 class ResultLog(dict[str, Any]):
-    """Values by name, in a file of JSON lines, which is created by the first :meth:`add`; without a path in memory only.
-
-    Raises:
-    ConfigError: a line of the file is damaged.
-    """
+    """Values by name, in a file of JSON lines, which is created by the first :meth:`add`; without a path in memory only."""
 
     def __init__(self, path: Path | None) -> None:
         super().__init__()
@@ -74,7 +70,6 @@ class ResultLog(dict[str, Any]):
                 self[str(name)] = value
 
     def add(self, name: str, value: Any) -> None:
-        """Add a value under a new name."""
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             line = f"{json.dumps([name, value])}\n".encode()
@@ -101,10 +96,7 @@ def exclusive(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def exclusive_if_free(path: Path) -> Iterator[bool]:
-    """Hold the lock as :func:`exclusive` does, or yield False at once if another process holds it.
-
-    The folder is created. Where the file system has no locks, a second file is one.
-    """
+    """Hold the lock as :func:`exclusive` does, or yield False at once; where there are no locks, a second file is one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         held = _acquired(beside(path, "lock"))

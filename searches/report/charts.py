@@ -97,10 +97,7 @@ def acceptance(trials: Iterable[FrozenTrial]) -> go.Figure | None:
 
 
 def throughput(trials: Iterable[FrozenTrial]) -> go.Figure | None:
-    """Return the engine's tokens per second against the median time per token, and the trials that none exceeds in both.
-
-    A star is plain decoding, the median of trials.
-    """
+    """Return the engine's tokens per second against the median time per token, with the Pareto front and plain decoding."""
     known = [trial for trial in _measured(trials) if {"throughput", "tpot_p50"} <= trial.user_attrs.get(METRICS, {}).keys()]
     if not known:
         return None
@@ -155,7 +152,6 @@ def fastest_plan(trials: Iterable[FrozenTrial], layers: int) -> go.Figure | None
 
 
 def _by_layer(values: Sequence[Sequence[float]], colorbar: Mapping[str, Any], **style: Any) -> go.Figure:
-    """Return a heatmap of values ``[2, layers]`` of attention and MLP sub-layers."""
     place = {"orientation": "h", "thickness": 10, "y": 1.02, "yanchor": "bottom"}
     chart = _figure().add_heatmap(z=values, y=["attention", "MLP"], xgap=1, ygap=1, colorbar=place | dict(colorbar), **style)
     chart.update_xaxes(showgrid=False, **({"dtick": 1} if len(values[0]) <= _FEW else {"nticks": 12}))
@@ -228,12 +224,10 @@ def _figure(x: str | None = None, y: str | None = None, plain: float | None = No
 
 
 def _measured(trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
-    """Return the trials that were measured, also those that were stopped early."""
     return [trial for trial in trials if "measurement" in trial.user_attrs]
 
 
 def _describe(trial: FrozenTrial) -> str:
-    """Return the text that is shown for a measured trial under the pointer."""
     known = trial.user_attrs
     metrics, requests = known["measurement"], known.get(METRICS, {})
     lines = [
@@ -249,7 +243,6 @@ def _describe(trial: FrozenTrial) -> str:
 
 
 def _bars(measured: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Return plotly's error bars for the intervals of speedups; one without end is cut."""
     farthest = _FARTHEST * max(1.0, *(each["speedup"] for each in measured))
     down = [abs(each["speedup"] - max(each["speedup_low"], 0.0)) for each in measured]
     up = [abs(min(each["speedup_high"], farthest) - each["speedup"]) for each in measured]
@@ -281,7 +274,6 @@ def _add_front(
 
 
 def _add_line(chart: go.Figure, name: str, x: Sequence[float], y: Sequence[float], dash: str = "solid") -> go.Figure:
-    """Add a line in steps."""
     line = {"color": _INK, "width": 1.5, "shape": "hv", "dash": dash}
     return chart.add_scatter(mode="lines", name=name, x=x, y=y, line=line, hoverinfo="skip")
 
@@ -320,7 +312,6 @@ def _pauses(starts: Sequence[datetime], durations: Sequence[timedelta]) -> list[
 
 
 def _describe_span(start: datetime, taken: timedelta, trial: FrozenTrial) -> str:
-    """Return the text that is shown for a trial of the timeline under the pointer."""
     known = trial.user_attrs
     lines = [
         f"<b>trial {trial.number}</b>, {trial.state.name.lower()}",

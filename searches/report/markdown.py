@@ -30,10 +30,7 @@ from searches.tracking.names import DRIFTED, ENGINE_FAILED, METRICS, STARTUP_SEC
 
 
 def summary(study: optuna.Study, finals: Finals | None, race: Race | None = None) -> str:
-    """Return the report: notes, verdict, finalists, engines if any were measured, best trials.
-
-    ``finals`` is None while the study runs.
-    """
+    """Return the report; ``finals`` is None while the study runs."""
     trials = finished(study)
     shown = [] if race is None else [race_verdict(race)]
     shown += [*study_notes(study, finals), *([verdict(finals)] if finals is not None else [])]
@@ -55,7 +52,6 @@ def summary(study: optuna.Study, finals: Finals | None, race: Race | None = None
 
 
 def _tables(tables: Tables) -> list[str]:
-    """Return the lines of tables with their titles."""
     none = ["None was measured to the end."]
     parts = [[f"## {title}", "", *(as_markdown(rows) if rows else none)] for title, rows in tables.items()]
     return [line for part in parts for line in ("", *part)][1:]
@@ -93,18 +89,13 @@ def study_notes(study: optuna.Study, finals: Finals | None) -> list[str]:
 
 
 def search_seconds(study: optuna.Study, finals: Finals) -> float:
-    """Return the seconds of the whole search.
-
-    They are those of predictions, of all continuations and cost profiles that the study used (also if an earlier study made
-    them), of all trials (interrupted ones included), of Optuna and MLflow between trials, and of the finals.
-    """
+    """Return the seconds of the whole search: of shared artifacts, trials, what was between them, and finals."""
     attributes = [trial.user_attrs for trial in study.get_trials(deepcopy=False)]
     trials = sum(each.get("seconds", 0.0) + each.get(OVERHEAD_SECONDS, 0.0) for each in attributes)
     return float(preparation_seconds(study) + sum(recorded_seconds(study).values()) + trials + finals.seconds)
 
 
 def _trial_counts(trials: Sequence[FrozenTrial]) -> str:
-    """Return the number of trials, of those that were stopped early, and of those that were not run, with the reasons."""
     reasons = [str(trial.user_attrs.get("reason", "")) for trial in trials if "measurement" not in trial.user_attrs]
     stopped = sum("measurement" in trial.user_attrs and trial.state != TrialState.COMPLETE for trial in trials)
     begins = {"cannot win": CANNOT_WIN, OUT_OF_MEMORY: OUT_OF_MEMORY, ENGINE_FAILED: ENGINE_FAILED}
@@ -130,7 +121,6 @@ def winner_notes(study: optuna.Study, finals: Finals) -> list[str]:
 
 
 def _details(finalist: Finalist) -> str:
-    """Return a finalist's speedup by category, and its speedup in the search."""
     held_out = finalist.held_out
     shown = ", ".join(f"{name} {category_speedup(held_out, name)}" for name in held_out["speedup_by_category"])
     copies = held_out["copies_bytes"]

@@ -85,7 +85,6 @@ def write_page(path: Path, study: optuna.Study, page: Page) -> dict[str, go.Figu
 
 
 def _progress(study: optuna.Study, page: Page, done: Sequence[FrozenTrial]) -> str:
-    """Return the number of finished trials, of those that run now, and the type of the workers' devices."""
     parts = [f"{len(done)} of {page.trials} trials finished"]
     if page.state == RUNNING and (now := study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))):
         parts.append(f"{len(now)} running")
@@ -144,7 +143,6 @@ class LiveView:
 
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:
-        """State on the page that a block was interrupted or failed, if it raises."""
         try:
             yield
         except BaseException as error:

@@ -59,10 +59,7 @@ class Publisher:
     def publish(
         self, finals: Finals, predictor: ScanPredictor | None, held_out: PromptSet, race: Race | None = None
     ) -> None:
-        """Write the export and the report of the finished study, and print the report.
-
-        ``predictor`` is None if no masks were scanned, ``race`` if no engine was measured.
-        """
+        """Write and print the results; ``predictor`` is None without scans, ``race`` if no engine was measured."""
         plan, study, folder, winner = self.plan, self.study, self.folder, finals.winner
         seconds = search_seconds(study, finals)
         self._export(winner.config, winner.held_out, held_out, seconds).save(folder / "best.json")
@@ -77,10 +74,7 @@ class Publisher:
         say(f"  mlflow ui --backend-store-uri {shlex.quote(without_password(self.tracker.uri))}")
 
     def publish_provisional(self, prompts: PromptSet, seconds: float) -> bool:
-        """Write the export of the running study's leader after so many seconds, marked as provisional.
-
-        A confirmed one of the same study stays. Returns whether it was written.
-        """
+        """Export the leader so far as provisional, unless a confirmed export is there; return whether it was."""
         path = self.folder / "best.json"
         with contextlib.suppress(OSError, ValueError, LookupError, AttributeError):  # one that cannot be read is replaced
             if not json.loads(path.read_text(encoding="utf-8"))["search"].get(PROVISIONAL):
@@ -110,7 +104,6 @@ class Publisher:
     def _export(
         self, config: SpeculativeConfig, figures: Mapping[str, Any], prompts: PromptSet, seconds: float, **marks: bool
     ) -> Export:
-        """Return the export of a configuration with its figures on some prompts, after so many seconds of search."""
         plan, study = self.plan, self.study
         evidence = {**figures, "prompts_digest": prompts.digest, "max_new_tokens": plan.measuring.max_new_tokens}
         search = {"study": study.study_name, "trials": len(finished(study)), "seconds": seconds}

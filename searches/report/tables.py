@@ -35,12 +35,10 @@ _OUTPUTS = {
 
 
 def output_state(measured: Mapping[str, Any]) -> str:
-    """Return the comparison of the output with that of plain decoding."""
     return _OUTPUTS[measured["losslessness"]["verdict"]]
 
 
 def with_interval(speedup: float, low: float, high: float) -> str:
-    """Return a speedup and its interval."""
     return f"{speedup:.2f} ({low:.2f} to {high:.2f})"
 
 
@@ -117,12 +115,10 @@ def race_rows(race: Race) -> list[Row]:
 
 
 def engine_trial_rows(race: Race) -> list[Row]:
-    """Return the trials of engines, the fastest of each first."""
     return [{"trial": trial.name, "speedup over our plain decoding": f"{trial.speedup:.2f}"} for trial in race.trials]
 
 
 def _outcome(finals: Finals, finalist: Finalist) -> str:
-    """Return why a finalist wins or does not."""
     if finalist is finals.winner:
         return "wins"
     if not finalist.keeps_output:
@@ -143,15 +139,11 @@ def may_lead(trial: FrozenTrial) -> bool:
 
 
 def best_trials(trials: Iterable[FrozenTrial], maximum: int = 10) -> list[FrozenTrial]:
-    """Return the fastest trials that were measured to the end and kept the output."""
     return sorted(filter(may_lead, trials), key=lambda t: -(t.value or 0.0))[:maximum]
 
 
 def trial_tables(trials: Sequence[FrozenTrial]) -> Tables:
-    """Return the fastest trials, and those that none exceeds in throughput and latency, if an engine reports these.
-
-    Speedups are those on the tune prompts that every trial decodes.
-    """
+    """Return the fastest trials on tune prompts, and an engine's Pareto front of throughput and latency."""
     best = [_named(t) | {"speedup": f"{t.value:.3f}"} | _rates(t.user_attrs["measurement"]) for t in best_trials(trials)]
     kept = {trial.number: trial for trial in trials if may_lead(trial)}
     loads = {number: trial.user_attrs.get(METRICS, {}) for number, trial in kept.items()}
@@ -184,11 +176,7 @@ def _load_table(names: Sequence[Row], loads: Sequence[Mapping[str, float]], of: 
 
 
 def pareto_front(points: Mapping[int, tuple[float | None, float | None]]) -> list[int]:
-    """Return the points that no other one exceeds in both coordinates, by falling first one.
-
-    Args:
-        points: by name, a number of which more is better and one of which less is better. Those that lack one are left out.
-    """
+    """Return the names of points that no other exceeds: more is better first, less second; by falling first one."""
     known = {name: (-more, less) for name, (more, less) in points.items() if more is not None and less is not None}
     front: list[int] = []
     for name in sorted(known, key=lambda name: known[name]):

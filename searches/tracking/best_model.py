@@ -23,7 +23,6 @@ class BestModel(PythonModel):
     """Decode prompts with an export, on the device and with the dtype of ``model_config``."""
 
     def load_context(self, context: Any) -> None:
-        """Load the export, and the target that it names."""
         self._export = layerskip.Export.load(context.artifacts["export"])
         described = self._export.target
         self._target = layerskip.load_target(

@@ -63,7 +63,6 @@ class Store:
         return [*page, *self.search(query, view, page.token)] if page.token else list(page)
 
     def create(self, name: str, tags: Mapping[str, Any], start: int | None = None) -> str:
-        """Create a run that started at a time, in milliseconds; return its identifier."""
         return str(self.client.create_run(self.experiment, start, dict(tags), run_name=name).info.run_id)
 
     def log(self, run_id: str, metrics: Sequence[Metric], params: Mapping[str, str] | None = None) -> None:
@@ -163,7 +162,6 @@ class TrialRuns:
         self.is_tidy = True  # else incomplete and doubled runs go before any is written
 
     def write(self, trial: FrozenTrial) -> None:
-        """Write the run of a finished trial, unless it exists."""
         if not self.is_tidy:
             self._tidy()
         if trial.number in self._recorded:
@@ -243,11 +241,9 @@ def _milliseconds(moment: Any) -> int | None:
 def parameters(config: SpeculativeConfig, layers: int = 0) -> dict[str, str]:
     """Return the MLflow parameters of a configuration: a summary that runs of all methods have, and the method's fields.
 
-    The summary is ``drafter`` (the method in at most ten characters), ``num_speculative_tokens``, ``skipped_attention`` and
-    ``skipped_mlp``. Plain decoding drafts 0 tokens; a cascade drafts as many as the member with the longest drafts. If the
-    number of ``layers`` is given, ``with_int8_sublayers`` and ``with_int4_sublayers`` count what a draft reads at fewer
-    bits. The fields of the method follow, such as ``with_prompt_lookup_max``, and those of members, such as
-    ``with_member_0_method``.
+    Plain decoding drafts 0 tokens; a cascade drafts as many as the member with the longest drafts. If the number of
+    ``layers`` is given, ``with_int8_sublayers`` and ``with_int4_sublayers`` count what a draft reads at fewer bits. The
+    fields of the method follow, such as ``with_prompt_lookup_max``, and those of members, such as ``with_member_0_method``.
     """
     parts = config.members or (config,)
     skipped = [draft_plan.sublayers(part.plan) for part in parts]

@@ -31,13 +31,10 @@ _PAUSE = 0.5  # seconds between two attempts at the end
 
 
 def open_experiment(uri: str | None, folder: Path, name: str) -> tuple[MlflowClient, str, str]:
-    """Open an experiment of a store, None for a SQLite store in ``folder``; both are created if they do not exist.
+    """Open an experiment of a store, None for a SQLite store in ``folder``; both are created, once, if they do not exist.
 
-    Processes that start at the same time create one. Returns the client, the URI of the store, and the identifier of the
-    experiment.
-
-    Raises:
-        InputError: the store cannot be opened, or the experiment was deleted.
+    Returns the client, the URI of the store, and the identifier of the experiment. A store that cannot be opened and an
+    experiment that was deleted are an :class:`InputError`.
     """
     is_own = uri is None
     field = "outputs" if is_own else "tracking.uri"
@@ -88,10 +85,7 @@ def reason(error: BaseException, uri: str) -> str:
 
 
 def _move_artifacts(file: Path, artifacts: str) -> None:
-    """Correct the places of artifacts in the store of an outputs folder that was moved or copied since it was written.
-
-    MLflow stores them as absolute URIs, and would write into the folder of that time. ``artifacts`` is their URI now.
-    """
+    """Correct the absolute URIs of artifacts in the store of an outputs folder that was moved or copied."""
     with contextlib.closing(sqlite3.connect(file)) as database, database:
         rows = database.execute(
             "SELECT artifact_location FROM experiments WHERE artifact_location LIKE ? AND artifact_location != ?",
@@ -106,11 +100,7 @@ def _move_artifacts(file: Path, artifacts: str) -> None:
 
 
 def _create_database(file: Path) -> None:
-    """Create MLflow's tables in a new file that gets its name when all are there.
-
-    MLflow creates them by tens of migrations. A process that is killed between two of them leaves a database that MLflow
-    cannot open any more.
-    """
+    """Create MLflow's tables in a file that gets its name at the end, so that a kill leaves no half of them."""
     for left in file.parent.glob(f"{glob.escape(file.name)}.*{_DRAFT}"):  # by a process that was killed
         left.unlink(missing_ok=True)
     draft = file.with_name(f"{file.name}.{uuid.uuid4().hex}{_DRAFT}")  # MLflow keeps a connection to each name
@@ -137,10 +127,7 @@ class Outbox:
         self._writes[key] = write
 
     def send(self, patience: float | None = None) -> None:
-        """Try all writes, and wait ``patience`` seconds for the end of an outage.
-
-        None tries once, and leaves a store alone for a while that took long to fail.
-        """
+        """Try all writes, for ``patience`` seconds of an outage; None tries once, unless the store is slow to fail."""
         if patience is None and time.monotonic() < self._next_attempt:
             return
         while self._attempt() and time.monotonic() < (self._lost_since or 0.0) + (patience or 0.0):

@@ -80,7 +80,6 @@ class Tracker:
         self._send({("trial", trial.number): partial(self._trials.write, trial) for trial in trials})
 
     def log(self, metrics: Mapping[str, float], step: int = 0) -> None:
-        """Log metrics of the study's run."""
         logged = metrics_now(metrics, step)
         self._send({object(): lambda: self._store.log(self._run.current(), logged)})
 
@@ -143,7 +142,6 @@ class Tracker:
         self._send({"model": write})
 
     def log_file(self, path: Path) -> None:
-        """Log a file as an artifact of the study's run."""
         self._send({("file", path): lambda: self._store.client.log_artifact(self._run.current(), str(path))})
 
     @contextlib.contextmanager
@@ -190,7 +188,6 @@ class Tracker:
         self._send({"status": lambda: self._store.client.set_terminated(self._run.current(), status)}, patience)
 
     def _send(self, writes: Mapping[Hashable, Callable[[], object]], patience: float | None = None) -> None:
-        """Write to the study's run, after it was found or made."""
         self._run.is_checked = False
         for key, write in {"run": self._run.current, **writes}.items():
             self._outbox.put(key, write)

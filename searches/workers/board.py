@@ -70,17 +70,14 @@ class Board:
         return self._storage.create_new_trial(self._study, template)
 
     def rows(self) -> list[Row]:
-        """Return all rows in the order of their creation."""
         trials = self._storage.get_all_trials(self._study, deepcopy=False)
         return [Row(trial._trial_id, trial.state, trial.user_attrs) for trial in trials]
 
     def set(self, number: int, name: str, value: Any) -> None:
-        """Set an attribute of an unfinished row."""
         with contextlib.suppress(UpdateFinishedTrialError):
             self._storage.set_trial_user_attr(number, name, value)
 
     def finish(self, number: int, state: TrialState) -> None:
-        """Finish an unfinished row."""
         with contextlib.suppress(UpdateFinishedTrialError):
             # A value, because programs that show studies expect one of a complete trial.
             self._storage.set_trial_state_values(number, state, [0.0] if state == TrialState.COMPLETE else None)

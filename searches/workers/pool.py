@@ -72,10 +72,7 @@ class Workers:
         yield
 
     def share(self, name: str, work: Callable[[], Any]) -> Any:
-        """Return the plain value of some work that one of the workers does, once for the study.
-
-        If the work raises :class:`LeaseLost`, another worker does it.
-        """
+        """Return the plain value of some work that one worker does for the study; another after :class:`LeaseLost`."""
         return work()
 
     def share_all(self, names: Iterable[str], work: Callable[[str], Any]) -> Iterator[tuple[str, Any]]:
@@ -109,10 +106,7 @@ ALONE = Workers()
 
 
 class WorkerPool(Workers):
-    """A worker among the others of its study; a context that it joins and leaves.
-
-    A worker is presumed dead after ``patience`` beats of an observer without a sign of it, and then gets another number.
-    """
+    """A worker among the others of its study; a context that it joins and leaves."""
 
     alone = False
     name: str
@@ -148,10 +142,7 @@ class WorkerPool(Workers):
             return True
 
     def snapshot(self) -> Snapshot:
-        """Return the rows and the workers that are alive; finish the rows of those that are dead or left.
-
-        Those that ended on this machine are dead.
-        """
+        """Return the rows and the live workers; finish the rows of workers that left, or ended on this machine."""
         rows = self.board.rows()
         running = [row for row in rows if row.state == TrialState.RUNNING]
         workers = of_kind(running, "worker")
