@@ -68,21 +68,13 @@ class SpeedupPredictor(Protocol):
 
 @dataclass(frozen=True)
 class SearchControl:
-    """What a search for masks tells while it runs, and ends by.
+    """What a search for masks tells while it runs, and ends by."""
 
-    Args:
-        is_over: returns whether time has run out; nothing more is screened then.
-        to_beat: the measured speedup below which masks are of no use; 0 if nothing was measured.
-        report: takes a sentence on what was left out.
-        on_mask: called after every screened mask.
-        on_best: called with every configuration that screening expects to be the best so far.
-    """
-
-    is_over: Callable[[], bool] = lambda: False
-    to_beat: float = 0.0
-    report: Callable[[str], object] = lambda _: None
-    on_mask: Callable[[], object] = lambda: None
-    on_best: Callable[[SpeculativeConfig], object] = lambda _: None
+    is_over: Callable[[], bool] = lambda: False  # whether time has run out; nothing more is screened then
+    to_beat: float = 0.0  # the measured speedup below which masks are of no use; 0 if nothing was measured
+    report: Callable[[str], object] = lambda _: None  # takes a sentence on what was left out
+    on_mask: Callable[[], object] = lambda: None  # called after every screened mask
+    on_best: Callable[[SpeculativeConfig], object] = lambda _: None  # called with each expected to be the best so far
 
 
 class Screening(abc.ABC):
@@ -102,7 +94,7 @@ class Screening(abc.ABC):
         self.predictor, self.layers, self.skippable = predictor, predictor.layers, space.skippable
         self.scores: dict[DraftPlan, float] = {}
         self.agreements: dict[DraftPlan, float] = {}
-        self._over_memory = space.over_memory
+        self.treatments, self._over_memory = space.treatments, space.over_memory
         self._lengths, self.left, self._control = space.values(self.method, "num_speculative_tokens"), budget, control
 
     def screen(self, masks: Iterable[DraftPlan]) -> list[float]:
@@ -127,7 +119,6 @@ class Screening(abc.ABC):
 
     @property
     def best(self) -> DraftPlan:
-        """The screened mask with the greatest expected speedup."""
         return max(self.scores, key=self.scores.__getitem__)
 
     def best_first(self, masks: Iterable[DraftPlan]) -> list[DraftPlan]:
@@ -139,17 +130,11 @@ class Screening(abc.ABC):
         """Return plans that differ little from a plan."""
 
     def _log_loss(self, plan: DraftPlan) -> float:
-        """Return the log agreement that a screened plan loses."""
         return -math.log(max(self.agreements.get(plan, 0.0), 1e-6))
 
 
 class MaskSearch(Screening):
-    """Search for masks.
-
-    Attributes:
-        sublayers: the kind and layer of every sub-layer that may be skipped.
-        singles: the masks that skip one of them alone.
-    """
+    """Search for masks."""
 
     method = "layer_skip"
 
@@ -183,10 +168,7 @@ class MaskSearch(Screening):
             self.screen(self.neighbours(before))
 
     def neighbours(self, mask: DraftPlan) -> list[DraftPlan]:
-        """Return the mask with single sub-layers flipped, and with pairs of the most promising ones flipped.
-
-        A pair of a skipped and a kept sub-layer is a swap.
-        """
+        """Return the mask with single sub-layers flipped, and pairs of the most promising ones, of which some are swaps."""
         skipped = [part for part in self.sublayers if getattr(mask, part[0])[part[1]]]
         kept = [part for part in self.sublayers if part not in skipped]
         cheapest = sorted(kept, key=self._loss_per_second)[:_SHORTLIST]
@@ -243,12 +225,6 @@ class PlanSearch(Screening):
 
     method = "quantized"
 
-    def __init__(
-        self, predictor: SpeedupPredictor, space: SearchSpace, budget: int, control: SearchControl = SearchControl()
-    ) -> None:
-        super().__init__(predictor, space, budget, control)
-        self.treatments = space.treatments
-
     def screen_structured(self) -> None:
         """Screen every format of all sub-layers, with every format of the output layer."""
         formats = self.treatments[1:]
@@ -295,7 +271,6 @@ class PlanSearch(Screening):
 
 
 def drafting_with(plan: DraftPlan, num_speculative_tokens: int, stop: StopRule = NEVER) -> SpeculativeConfig:
-    """Return the configuration of a plan: ``quantized`` if it reads fewer bits, else ``layer_skip``."""
     if plan.formats:
         values = {"weights": plan.format(), "num_speculative_tokens": num_speculative_tokens, "stop": stop}
         return SpeculativeConfig.of("quantized", values)
@@ -307,11 +282,8 @@ def expected_speedup(
 ) -> tuple[float, int]:
     """Return the best expected speedup over draft lengths, and the shortest draft length that comes close to it.
 
-    Every drafted token is assumed to be accepted with the probability ``agreement``. ``lengths`` are the shortest and the
-    longest draft.
-
-    Source: Fast Inference from Transformers via Speculative Decoding (arXiv 2211.17192), theorem 3.8, with a measured cost
-    of verification.
+    Every drafted token is assumed to be accepted with the probability ``agreement``. Source: Fast Inference from
+    Transformers via Speculative Decoding (arXiv 2211.17192), theorem 3.8, with a measured cost of verification.
     """
     profile, (shortest, longest) = predictor.profile, lengths
     speedups = {}
@@ -328,6 +300,5 @@ def flip(mask: DraftPlan, kind: str, layer: int) -> DraftPlan:
 
 
 def run(layers: int, first: int, length: int) -> DraftPlan:
-    """Return the mask that skips ``length`` whole layers from ``first`` on."""
     flags = tuple(first <= layer < first + length for layer in range(layers))
     return DraftPlan(flags, flags)

@@ -74,28 +74,19 @@ class ScanSettings:
 
 @dataclass(frozen=True)
 class Preparation:
-    """Preparation of predictions for one target.
-
-    Args:
-        outputs: folder of continuations and profiles.
-        pool: the workers that share all of this.
-        is_over: returns whether time has run out: nothing more is measured than a profile needs.
-    """
+    """Preparation of predictions for one target."""
 
     target: Target
     sampling: Sampling
-    outputs: Path
+    outputs: Path  # the folder of continuations and profiles
     report_cost: ReportCost = lambda *_: None
-    pool: Workers = ALONE
-    is_over: Callable[[], bool] = lambda: False
+    pool: Workers = ALONE  # the workers that share all of this
+    is_over: Callable[[], bool] = lambda: False  # whether time has run out: nothing more is measured than a profile needs
 
     def predictor(
         self, prompts: PromptSet, max_new_tokens: int, space: SearchSpace, settings: ScanSettings, folder: Path, seed: int
     ) -> ScanPredictor | None:
-        """Prepare the predictor of a study; print a line and return None if the model can decode but not be scanned.
-
-        Continuations have ``max_new_tokens`` per turn. ``folder`` takes the scans.
-        """
+        """Prepare the predictor of a study; print a line and return None if the model can decode but not be scanned."""
         choices = {method: found for method in space.scanned if (found := settings.choices(space, method))}
         if not choices:
             say("scan: adaptive stop rules, the only ones of the space, are not predicted")
@@ -148,11 +139,7 @@ class Preparation:
             return None
 
     def cost_profile(self, continuations: Sequence[Continuation], longest: int, formats: Sequence[str] = ()) -> CostProfile:
-        """Return the cost profile at the mean context of continuations; measure it if no such one is stored.
-
-        It has the verification of up to ``longest`` drafted tokens, and drafts in some formats. One whose time ran out is
-        measured again when there is more.
-        """
+        """Return the stored cost profile at the mean context of continuations, or measure it if there is no whole one."""
         context = mean_context(continuations)
         identity = {
             "target": self.target.digest,
@@ -190,7 +177,6 @@ def make_scanner(target: Target, continuations: Sequence[Continuation], sampling
     rows = _CPU_ROWS if target.device.type == "cpu" else _GPU_ROWS
 
     def checked_scanner() -> Scanner:
-        """Check that a scanner agrees with decoding, and that its longest passes fit into memory."""
         scanner = Scanner(target, continuations, sampling, depth, rows, _TEXT_BYTES)
         scanner.check()
         scanner.scan([DraftPlan.none(target.layers)] * masks_at_once(rows), depth=2)

@@ -52,10 +52,7 @@ class ProposalSettings:
 def propose_plans(
     predictor: SpeedupPredictor, space: SearchSpace, settings: ProposalSettings, control: SearchControl = SearchControl()
 ) -> list[Prediction]:
-    """Propose the plans of fewer bits with the greatest predicted speedups, best first; none without timed formats.
-
-    Even one that is slower than the leader by itself may be faster after a lookup.
-    """
+    """Propose the plans of fewer bits with the greatest predicted speedups, even slow ones: a lookup may precede."""
     if not predictor.profile.shares:
         return []
     search = PlanSearch(predictor, space, settings.budget(space), control)
@@ -72,10 +69,8 @@ def propose_plans(
 def propose(
     predictor: SpeedupPredictor, space: SearchSpace, settings: ProposalSettings, control: SearchControl = SearchControl()
 ) -> list[Prediction]:
-    """Propose the masks with the greatest predicted speedups, best first."""
 
     def may_win() -> bool:
-        """Return whether a mask may be faster than the leader, errors of screening included."""
         return search.scores[search.best] * math.exp(_MARGIN) >= control.to_beat
 
     search = MaskSearch(predictor, space, settings.budget(space), control)

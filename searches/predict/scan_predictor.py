@@ -41,7 +41,6 @@ DraftChoice = tuple[int, StopRule]
 
 
 def merged_choices(choices: Mapping[str, Sequence[DraftChoice]]) -> list[DraftChoice]:
-    """Return the choices of all methods, each once."""
     return list(dict.fromkeys(itertools.chain(*choices.values())))
 
 
@@ -101,10 +100,7 @@ class ScanPredictor:
         return [float(self._agreements[mask.format()]) for mask in masks]
 
     def predict(self, masks: Sequence[DraftPlan]) -> list[Prediction]:
-        """Scan new plans, and predict the speedup of each with its best draft length and stop rule.
-
-        These are of its own method, or of the other one where the study has none that can be predicted.
-        """
+        """Predict each plan's speedup with the best draft length and stop rule of its method, or of any."""
         predictions = []
         for mask, counts in zip(masks, self._scanned(masks), strict=True):
             allowed = self._choices_of.get("quantized" if mask.formats else "layer_skip", self._choices)

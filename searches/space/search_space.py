@@ -72,7 +72,6 @@ def nearest_value(field: Field, values: Sequence[Any], value: Any) -> Any:
 
 
 def check_masks(space: SearchSpace) -> None:
-    """Check the fields of a space that masks and plans are chosen from."""
     check_whole("space.protect_first", space.protect_first, 0)
     check_whole("space.protect_last", space.protect_last, 0)
     check_list("space.masks", space.masks)
@@ -185,7 +184,6 @@ class SearchSpace:
 
     @property
     def skippable(self) -> tuple[int, ...]:
-        """The layers that are not protected."""
         return tuple(range(self.protect_first, self.layers - self.protect_last))
 
     @property
@@ -220,7 +218,6 @@ class SearchSpace:
 
     @property
     def second_methods(self) -> tuple[str, ...]:
-        """The methods that may follow the lookup of a cascade."""
         return tuple(method for method in self.available_methods if methods()[method].second)
 
     def values(self, method: str, name: str) -> tuple[Any, ...]:
@@ -278,7 +275,6 @@ class SearchSpace:
         return found
 
     def _suggest(self, trial: optuna.trial.BaseTrial) -> list[SpeculativeConfig]:
-        """Return the configuration that a trial proposes, or the members of the cascade."""
         chosen = [str(trial.suggest_categorical("method", self.available_methods))]
         if chosen == [_CASCADE]:
             chosen = [LOOKUP, str(trial.suggest_categorical("cascade.second", self.second_methods))]
@@ -330,7 +326,6 @@ class SearchSpace:
         )
 
     def allows(self, config: SpeculativeConfig) -> bool:
-        """Return whether a trial may choose a configuration."""
         if self.over_memory(config.plans(self.layers)):
             return False
         with warnings.catch_warnings():
@@ -352,10 +347,7 @@ class SearchSpace:
     def _fill(
         self, method: Method, values: dict[str, Any], choose: Callable[[Field, Sequence[Any]], Any]
     ) -> SpeculativeConfig:
-        """Return a configuration of known values, and of those that are chosen from what the space has for a field.
-
-        Fields that are read only with some values of others come last.
-        """
+        """Return a configuration of known and of chosen values; fields that depend on others come last."""
         for each in sorted(searched_fields(method), key=lambda each: each.used is not Field.used):
             if each.used is Field.used or each.used(SpeculativeConfig.of(method.name, values)):
                 value = choose(each, self._values(method, each))
@@ -399,7 +391,6 @@ class SearchSpace:
         return [self._cascade(lookup, second) for second in seconds[:1]]
 
     def lookups(self) -> list[SpeculativeConfig]:
-        """Return every prompt lookup of the space; an empty list if it has none."""
         if LOOKUP not in self.available_methods:
             return []
         every: dict[str, Sequence[Any]] = {}
@@ -410,6 +401,5 @@ class SearchSpace:
         return [SpeculativeConfig.of(LOOKUP, one) for one in found if one["prompt_lookup_min"] <= one["prompt_lookup_max"]]
 
     def _cascade(self, *members: SpeculativeConfig) -> SpeculativeConfig:
-        """Return a cascade with the costs that the space knows."""
         costs = () if self.draft_cost is None else self.draft_cost(members)
         return SpeculativeConfig(_CASCADE, members=members, verify_cost=self.verify_cost, draft_cost=costs)

@@ -55,10 +55,7 @@ class ModelBench:
         without: Collection[str] = (),
         before: PromptSet | None = None,
     ) -> Iterator[dict[str, Sample]]:
-        """Measure configurations and plain decoding, interleaved; yield after each prompt one sample per name.
-
-        Arguments and errors are those of :meth:`~searches.backends.backend.Backend.compare`; ``seed`` is that of its task.
-        """
+        """Yield one sample per name after each prompt, as :meth:`~searches.backends.backend.Backend.compare` does."""
         task = Task(self._sampling, self._max_new_tokens, seed)
         rows = self._backend.compare(Comparison(configs, prompts, task, self._workload, repeats, without, before))
         return rows if self._workload.goal == "decoding" else map(_whole_requests, rows)
@@ -122,10 +119,7 @@ def surviving_rows(
     without: Collection[str],
     before: PromptSet,
 ) -> Iterator[dict[str, Sample]]:
-    """Yield the rows of :meth:`ModelBench.compare`; when a configuration fails, continue without it from the same prompt.
-
-    A failure of plain decoding is raised as the back end's error.
-    """
+    """Yield the rows of :meth:`ModelBench.compare`; when a configuration fails, continue without it from the same prompt."""
     done = 0
     while done < len(prompts):
         try:
@@ -154,10 +148,7 @@ def drifted_rows(rows: Sequence[Row], drift: float) -> list[bool]:
 
 
 def stalled_rows(rows: Sequence[Row], drift: float) -> list[bool]:
-    """Return for each row whether a round of one of its samples took far longer than the other rows predict.
-
-    A drift slows down all samples of a row and leaves their ratios. A stall of the machine falsifies them.
-    """
+    """Return for each row whether a round of one of its samples took far longer than the other rows predict."""
     return [bool(row) and max(row) > _STALL * math.log1p(drift) for row in _offsets(rows)]
 
 

@@ -63,7 +63,6 @@ class Budget:
         return time.monotonic() - self.started
 
     def is_over(self, stage: str) -> bool:
-        """Return whether a stage must end."""
         return self.left(stage) == 0.0
 
     @defer_interrupt()
@@ -95,10 +94,7 @@ class Budget:
 
     @contextlib.contextmanager
     def preparing(self, pool: Workers = ALONE) -> Iterator[None]:
-        """Count the seconds of a block outside trials, even if the block is interrupted; each worker its own.
-
-        Those of shared artifacts and of waiting for other workers are left out.
-        """
+        """Count the seconds of a block outside trials, without those of shared artifacts and of waiting for others."""
         name = _PREPARATION if pool.alone else f"{_PREPARATION}:{pool.name}"
         start = time.monotonic() - self.seconds_here - pool.waited_seconds
         try:

@@ -32,7 +32,6 @@ class CostTimer:
     seed: int
 
     def verify_costs(self) -> Costs:
-        """Return the costs of verifying 1, 2, ... drafted tokens."""
         seconds = time_verification(self.target, self.context, sampling=self.sampling, repeats=_REPEATS, seed=self.seed)
         return in_steps(seconds)
 
@@ -56,10 +55,7 @@ class CostTimer:
 
 
 def verify_cost(study: optuna.Study, measure: Callable[[], Costs]) -> Costs:
-    """Return the verification costs that a study's cascades use.
-
-    They are measured once and stored with the study, since other numbers would make other configurations.
-    """
+    """Return the verification costs of a study's cascades, stored, since other numbers would make other configurations."""
     if _VERIFY_COST not in study.user_attrs:
         study.set_user_attr(_VERIFY_COST, list(measure()))
     return tuple(study.user_attrs[_VERIFY_COST])
@@ -70,10 +66,7 @@ def draft_cost(
     measure: Callable[[Configs, dict[str, float]], Costs],
     claim: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> DraftCost:
-    """Return a function from a cascade's members to their drafting costs, which are measured on first use and stored.
-
-    ``claim`` lets one worker at a time measure and store.
-    """
+    """Return a function from a cascade's members to their drafting costs, measured on first use, and stored."""
 
     def costs_of(members: Configs) -> Costs:
         with claim():

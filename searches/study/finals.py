@@ -34,7 +34,7 @@ from layerskip.measure.measurement import CONFIDENCE, MIN_RESAMPLED, check_outpu
 from searches.backends.running_engine import request_metrics
 from searches.results import ResultLog
 from searches.study.bench import BASELINE, ModelBench, Row, logged_seconds, resumed_rows, stalled_rows, surviving_rows
-from searches.study.leaderboard import FINISHED, LeaderboardEntry, contenders, drafters, is_lossless
+from searches.study.leaderboard import LeaderboardEntry, contenders, drafters, is_lossless, leaderboard
 from searches.study.objective import MeasureSettings
 from searches.tracking.names import METRICS
 
@@ -53,26 +53,17 @@ _TIE = 0.01  # share of speed that simplicity may cost; with few prompts, interv
 
 @dataclass(frozen=True)
 class Finalist:
-    """A configuration and its results on held-out prompts.
-
-    Args:
-        search_speedup: pooled over its trials.
-        held_out: the metrics of :meth:`layerskip.Measurement.to_dict`; under ``metrics`` those of an engine.
-        low: lower end of its interval, at a confidence that gives 95 % for all finalists together.
-        ties: whether it cannot be distinguished from the fastest and seems about as fast.
-        stayed: whether it was measured to the end.
-    """
+    """A configuration and its results on held-out prompts."""
 
     config: SpeculativeConfig
-    search_speedup: float
-    held_out: dict[str, Any]
-    low: float
-    ties: bool = True
-    stayed: bool = True
+    search_speedup: float  # pooled over its trials
+    held_out: dict[str, Any]  # of :meth:`layerskip.Measurement.to_dict`; under ``metrics`` those of an engine
+    low: float  # lower end of its interval, at a confidence that gives 95 % for all finalists together
+    ties: bool = True  # whether it cannot be distinguished from the fastest and seems about as fast
+    stayed: bool = True  # whether it was measured to the end
 
     @property
     def keeps_output(self) -> bool:
-        """True if the configuration kept the output."""
         return is_lossless(self.held_out)
 
     @property
@@ -95,21 +86,13 @@ class Finalist:
 
 @dataclass(frozen=True)
 class Finals:
-    """The results on held-out prompts.
+    """The results on held-out prompts."""
 
-    Args:
-        finalists: fastest first.
-        baseline: metrics of plain decoding.
-        seconds: that measuring took.
-        stalled: number of decodings that speeds leave out.
-        left_out: what was not measured because time ran out, as a sentence; empty if nothing.
-    """
-
-    finalists: tuple[Finalist, ...]
-    baseline: dict[str, Any]
-    seconds: float
-    stalled: int = 0
-    left_out: str = ""
+    finalists: tuple[Finalist, ...]  # fastest first
+    baseline: dict[str, Any]  # metrics of plain decoding
+    seconds: float  # that measuring took
+    stalled: int = 0  # decodings that speeds leave out
+    left_out: str = ""  # what was not measured because time ran out, as a sentence
 
     @property
     def winner(self) -> Finalist:
@@ -144,12 +127,9 @@ def measure_finals(
     seed: int,
     control: RunControl = RunControl(),
 ) -> Finals:
-    """Measure the contenders of a study on held-out prompts; see :func:`measure_held_out`.
-
-    If few seconds are left, fewer configurations are measured.
-    """
+    """Measure the contenders of a study by :func:`measure_held_out`; fewer of them if few seconds are left."""
     chosen, left_out = contenders(study, settings.finalists), ""
-    name = _AFFORDABLE.format(len(study.get_trials(deepcopy=False, states=FINISHED)))
+    name = _AFFORDABLE.format(len(leaderboard(study).trials))
     if name not in study.user_attrs:  # an interrupted call resumes with the same finalists
         study.set_user_attr(name, _affordable(chosen, control.seconds_left()))
     if (affordable := study.user_attrs[name]) < len(chosen):
@@ -158,10 +138,11 @@ def measure_finals(
     expected = {entry.config: entry.speedup for entry in chosen}
     finals = measure_held_out(expected, bench, prompts, settings, seed, control)
     finals = replace(finals, left_out=" ".join(filter(None, (left_out, finals.left_out))))
-    if (folder := control.folder) is None:
+    if control.folder is None:
         return finals
     # Finals of fewer trials, with other finalists, belong to the same search.
-    return replace(finals, seconds=sum(logged_seconds(ResultLog(path)) for path in folder.glob(_LOG.format("*"))))
+    logs = map(ResultLog, control.folder.glob(_LOG.format("*")))
+    return replace(finals, seconds=sum(map(logged_seconds, logs)))
 
 
 def measure_held_out(
@@ -177,7 +158,6 @@ def measure_held_out(
     Args:
         expected: the speedup of each configuration in the search.
         prompts: with categories in turn, since the leader of the first category may not lead in all.
-        seed: of the study.
 
     Raises:
         PromptError: every output ends with its first token.
@@ -188,14 +168,14 @@ def measure_held_out(
     log = ResultLog(None if control.folder is None else control.folder / _LOG.format(digest(asked)[:12]))
     rows: list[Row] = []
     left, dropped, tested = dict(configs), set[str](), 0
-    ended, is_clear = "", False
+    ended = is_clear = False
     for repeat in range(settings.held_out_repeats):
         measure = partial(surviving_rows, bench, left, seed=seed + _SEED + 7919 * repeat, without=dropped)
         measured = resumed_rows(measure, prompts, log, str(repeat))
         for number, item in enumerate(prompts, 1):
             is_logged = f"{repeat} {item.id}" in log
             if not is_logged and len(rows) >= min(_BLOCK, len(prompts)) and control.seconds_left() <= 0:
-                ended = f"Time ran out after {len(rows)} of {len(prompts) * settings.held_out_repeats} held-out decodings."
+                ended = True
                 break
             row = next(measured)
             left = {name: config for name, config in left.items() if name in row}  # without those that failed
@@ -219,7 +199,8 @@ def measure_held_out(
     steady = _without_stalls(rows, settings.drift)
     baseline = _with_metrics(Measurement.of(steady, BASELINE, BASELINE))
     finalists = _judge_rows(steady, rows, configs, expected, left)
-    return Finals(finalists, baseline, logged_seconds(log), len(rows) - len(steady), ended)
+    left_out = f"Time ran out after {len(rows)} of {len(prompts) * settings.held_out_repeats} held-out decodings."
+    return Finals(finalists, baseline, logged_seconds(log), len(rows) - len(steady), left_out if ended else "")
 
 
 def _without_stalls(rows: list[Row], drift: float) -> list[Row]:
@@ -237,10 +218,7 @@ def _judge_rows(
     expected: Mapping[SpeculativeConfig, float],
     left: Collection[str],
 ) -> tuple[Finalist, ...]:
-    """Return the finalists with their results, fastest first; those that are ``left`` were measured to the end.
-
-    Speeds are those of the ``steady`` rows. Outputs are compared in all of them.
-    """
+    """Return the finalists, fastest first; speeds are of the ``steady`` rows, outputs of all ``rows``."""
     confidence = 1 - (1 - CONFIDENCE) / max(1, len(configs))
     finalists = {}
     for name, config in configs.items():
@@ -272,10 +250,9 @@ def _leader(rows: Sequence[Row], configs: Mapping[str, SpeculativeConfig]) -> st
 
 
 def _is_settled(rows: Sequence[Row], left: Collection[str], indifference: float | None = None) -> bool:
-    """Return whether more decodings would change nothing.
+    """Return whether more decodings would change nothing: all are slower than plain decoding, or one is faster and alone.
 
-    All are significantly slower than plain decoding, or the fastest is significantly faster and the only one. With
-    ``indifference`` others may be left that are not more than this share faster than it.
+    With ``indifference`` others may be left that are not more than this share faster than it.
     """
     if all(_is_slower(rows, BASELINE, name) for name in left):
         return True
@@ -300,17 +277,14 @@ def _affordable(entries: Sequence[LeaderboardEntry], seconds: float) -> int:
 
 
 def _distinct_first(entries: Sequence[LeaderboardEntry]) -> list[LeaderboardEntry]:
-    """Return the first entry of each method, then the others."""
     methods = [drafters(entry.config) for entry in entries]
     return sorted(entries, key=lambda entry: methods.index(drafters(entry.config)) != entries.index(entry))
 
 
 def _is_slower(rows: Sequence[Row], other: str, name: str) -> bool:
-    """Return whether a configuration is significantly slower than another one, or than plain decoding."""
     return Measurement.of(rows, other, name).interval(confidence=_DROP_CONFIDENCE)[1] < 1.0
 
 
 def _ties(rows: Sequence[Row], fastest: str, name: str) -> bool:
-    """Return whether a configuration ties with the fastest on the prompts that both decoded."""
     measured = Measurement.of(rows, fastest, name)
     return measured.speedup >= 1 - _TIE and measured.interval()[1] >= 1.0

@@ -28,29 +28,19 @@ _NEAR = 0.15  # share by which contenders with other drafters may be slower than
 
 @dataclass
 class LeaderboardEntry:
-    """All measurements of one configuration.
-
-    Args:
-        complete: number of trials that measured it to the end.
-        lossless: whether all of them kept the output.
-        first: number of the first trial with this configuration.
-        last: number of the last trial with it, measured or not.
-        seconds: by prompt, sums over the replicates: of decoding, and of plain decoding at the speed of the same pairs; and
-            the number of replicates.
-        failures: number of trials that the engine could not run.
-        predicted: the prediction of its speedup by a complete trial, if any.
-        latest: the latest complete trial with a measurement, if any.
-    """
+    """All measurements of one configuration."""
 
     config: SpeculativeConfig
-    complete: int = 0
-    lossless: bool = True
-    first: int = -1
-    last: int = -1
+    complete: int = 0  # trials that measured it to the end
+    lossless: bool = True  # whether all of them kept the output
+    first: int = -1  # number of the first trial with this configuration
+    last: int = -1  # number of the last trial with it, measured or not
+    # By prompt, sums over the replicates: seconds of decoding, and of plain decoding at the speed of the same pairs; and the
+    # number of replicates.
     seconds: dict[str, tuple[float, float, int]] = field(default_factory=dict)
-    failures: int = 0
-    predicted: float | None = None
-    latest: FrozenTrial | None = field(default=None, compare=False)
+    failures: int = 0  # trials that the engine could not run
+    predicted: float | None = None  # its speedup, by the prediction of a complete trial
+    latest: FrozenTrial | None = field(default=None, compare=False)  # complete, and with a measurement
 
     @property
     def speedup(self) -> float:
@@ -64,7 +54,6 @@ class LeaderboardEntry:
         return plain / own if own else 1.0
 
     def over(self, other: LeaderboardEntry) -> float:
-        """Return the speedup over another configuration, on the prompts that both decoded."""
         common = self.seconds.keys() & other.seconds.keys()
         return self.speedup_on(common) / other.speedup_on(common)
 
@@ -96,7 +85,6 @@ class Leaderboard:
 
     @property
     def failures(self) -> int:
-        """The number of trials that the engine could not run."""
         return sum(entry.failures for entry in self.entries.values())
 
     def trials_since_leader(self) -> int:
@@ -168,7 +156,6 @@ def leading(study: optuna.Study) -> FrozenTrial | None:
 
 
 def configuration(trial: FrozenTrial) -> SpeculativeConfig:
-    """Return the configuration of a finished trial."""
     return SpeculativeConfig.from_dict(trial.user_attrs["config"])
 
 
@@ -199,12 +186,10 @@ def contenders(study: optuna.Study, count: int) -> list[LeaderboardEntry]:
 
 
 def drafters(config: SpeculativeConfig) -> tuple[str, ...]:
-    """Return the method of a configuration, and those of a cascade's members."""
     return config.method, *(member.method for member in config.members)
 
 
 def _compare(one: LeaderboardEntry, other: LeaderboardEntry) -> int:
-    """Return 1, 0 or -1 as the first entry is faster, equal or slower."""
     speedup = one.over(other)
     return (speedup > 1) - (speedup < 1)
 
@@ -216,7 +201,6 @@ def trial_line(trial: FrozenTrial) -> str:
 
 
 def leader_line(study: optuna.Study) -> str:
-    """Return the leader of a running study, with its speedup and interval on tune prompts."""
     if (leader := leading(study)) is None:
         return "no drafting"
     low, high = (leader.user_attrs["measurement"][name] for name in ("speedup_low", "speedup_high"))

@@ -28,10 +28,7 @@ _THREADS_SET = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def describe(target: Target, dtype: str) -> str:
-    """Return one line on the processor or GPU, its instruction set, threads and memory, and why the data type is used.
-
-    ``dtype`` is the configured one.
-    """
+    """Return one line on the machine and its threads and memory, and why a data type is used for ``dtype``."""
     about = machine(target)
     where = str(about["device_name"])
     if about["device"] == "cpu":
@@ -46,10 +43,7 @@ def describe(target: Target, dtype: str) -> str:
 
 
 def busy_line() -> str | None:
-    """Return a warning if other programs use the processor; None if they do not. Takes less than a second.
-
-    A load average above the number of cores tells of others that pause at that moment.
-    """
+    """Return a warning if others use the processor, or did by the load average; takes less than a second."""
     each, load = psutil.cpu_percent(_TEST_SECONDS, percpu=True), psutil.getloadavg()[0]
     used = statistics.fmean(each[core] for core in usable_cores())
     if used <= _BUSY and load <= len(each):
@@ -58,17 +52,14 @@ def busy_line() -> str | None:
 
 
 def usable_cores() -> list[int]:
-    """Return the cores that this process may use."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def set_threads(target: Target, wanted: int | None) -> str | None:
     """Set the number of threads of the CPU, and return a line if a measurement chose fewer than torch's own number.
 
-    Passes over one token and over several are timed with all threads, all but one, and half of them. Barriers wait for the
-    slowest thread, so one busy core slows all threads down.
-
-    ``wanted=None`` measures, unless an environment variable sets the number or the target is on another device.
+    Barriers wait for the slowest thread, so one busy core slows all threads down. ``wanted=None`` measures all threads, all
+    but one, and half of them, unless an environment variable sets the number or the target is on another device.
     """
     if wanted is not None:
         torch.set_num_threads(wanted)

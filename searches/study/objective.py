@@ -148,7 +148,6 @@ class Objective:
         return pooled.speedup_on(self._first_ids)
 
     def _known_outcome(self, trial: optuna.Trial, known: LeaderboardEntry, board: Leaderboard) -> str:
-        """Return why a configuration is not measured: it does not fit, failed, was measured before, or cannot win."""
         if over := self.space.over_memory(known.config.plans(self.space.layers)):
             return f"{OUT_OF_MEMORY}: {over}"
         if known.failures >= _REPLICATES:
@@ -165,10 +164,9 @@ class Objective:
             return ""
         if bound.predicted is not None:
             trial.set_user_attr(PREDICTED, bound.predicted)
-        return bound.reason() if bound.cannot_win else ""
+        return bound.reason
 
     def _measure(self, race: _Race) -> str:
-        """Measure a trial; return the reason why it ended early, or nothing if it was measured to the end."""
         trial, begun = race.trial, time.monotonic()
         if (compared := self.compared.pop(race.config, None)) is not None:  # measured, and timed, with others
             race.rows += compared

@@ -115,7 +115,6 @@ def _resolve(config: DictConfig) -> None:
 
 
 def _given_paths(config: DictConfig) -> list[tuple[str, str, Any]]:
-    """Return the method, the field and the values of all heads, models and datastores that a configuration names."""
     given = config.space.ranges or {}
     return [
         (method.name, field.name, given[method.name][field.name])
@@ -140,10 +139,7 @@ def _print_left_out(space: SearchSpace) -> None:
 
 
 def _check_drafters(space: SearchSpace, target: Target) -> None:
-    """Load every head and draft model of the space, so that an unusable one is refused before the study starts.
-
-    Draft models stay loaded, as each is among the study's first trials.
-    """
+    """Load every head and draft model, so that an unusable one is refused at the start; draft models stay loaded."""
     for method in map(methods().__getitem__, space.available_methods):
         for field in (field for field in method.fields if field.required):
             for name in space.values(method.name, field.name):
@@ -181,10 +177,7 @@ def drop_unsupported(space: SearchSpace, target: Target) -> SearchSpace:
 
 
 def describe(config: DictConfig, target: Target, prompts: PromptSet, backend: Backend | None = None) -> dict[str, Any]:
-    """Return everything that changes the measurements of a trial, flat and with plain values.
-
-    Without a back end, this library's decoder is described.
-    """
+    """Return everything that changes the measurements of a trial, flat and plain; by default of this library."""
     engine = None if isinstance(backend, LayerskipBackend) else backend
     parts = {k: v for k, v in _plain(config).items() if k not in _WITHOUT_EFFECT}
     if engine is not None:

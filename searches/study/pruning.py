@@ -38,20 +38,18 @@ class SpeedupBound:
     to_beat: float
 
     @property
-    def cannot_win(self) -> bool:
-        """True if the suggestion cannot reach the leader."""
-        return self.upper < self.to_beat
-
     def reason(self) -> str:
-        """Return the reason for pruning, as stored with the trial."""
+        """Why the suggestion is pruned; empty if it can reach the leader."""
+        if self.upper >= self.to_beat:
+            return ""
         return f"{CANNOT_WIN}: at most {self.upper:.3f} x, the best has {self.to_beat:.3f} x"
 
 
+@dataclass(frozen=True)
 class BoundEstimator:
     """Estimator of the highest speedup of a suggestion."""
 
-    def __init__(self, predictor: SpeedupPredictor) -> None:
-        self._predictor = predictor
+    predictor: SpeedupPredictor
 
     def estimate(self, study: optuna.Study, config: SpeculativeConfig) -> SpeedupBound | None:
         """Bound the speedup of a suggestion; return None if nothing is predicted for its drafter.
@@ -60,7 +58,7 @@ class BoundEstimator:
         configurations do. Predictions are therefore compared with measurements on the same prompts, as far as trials decode
         them.
         """
-        predictor = self._predictor
+        predictor = self.predictor
         predictable = predictor.can_predict(config)
         plan = DraftPlan.parse(config.plan, predictor.layers) if methods()[config.method].plan_field else None
         is_timed = plan is not None and not (config.draft_window or config.siblings) and predictor.profile.times(plan)
@@ -69,25 +67,20 @@ class BoundEstimator:
         board = leaderboard(study)
         to_beat = board.to_beat(predictor.prompts)
         error = calibrated_error(board.entries.values(), predictor.prompts, config.method)
-        if plan is None:
-            predicted = predictor.speedup(config)
-            return SpeedupBound(predicted, predicted * math.exp(error), to_beat)
-        by_cost = predictor.profile.speedup_bound(plan)
+        by_cost = math.inf if plan is None else predictor.profile.speedup_bound(plan)
         if by_cost * math.exp(error) < to_beat:
             return SpeedupBound(None, by_cost * math.exp(error), to_beat)
         if predictable:
             predicted = predictor.speedup(config)
             return SpeedupBound(predicted, min(by_cost, predicted) * math.exp(error), to_beat)
         # This draft length or stop rule was not scanned: assume a little more than the best that was.
+        assert plan is not None  # the speedup of anything else is predicted
         (best,) = predictor.predict([plan])
         return SpeedupBound(None, min(by_cost, best.speedup) * math.exp(max(error, _FIRST_ERROR)), to_beat)
 
 
 def calibrated_error(entries: Iterable[LeaderboardEntry], prompts: Collection[str], method: str) -> float:
-    """Return how far the measured speedup of a configuration may exceed its prediction, as a log ratio.
-
-    Only configurations of the same method count that decoded some of the predictions' prompts.
-    """
+    """Return how far a measured speedup may exceed its prediction, as a log ratio, by those on these prompts."""
     errors = [
         math.log(entry.speedup_on(prompts) / entry.predicted)
         for entry in entries

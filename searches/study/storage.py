@@ -41,10 +41,7 @@ _CREATED_BY_OTHERS = ("already exists", "duplicate key", "UNIQUE constraint")
 
 
 class _DatabaseRetry(Retry):
-    """Repetition of calls to a database. What ends them is no defect of the program: it is said in one line.
-
-    A full disk is an OSError. A database that is away for too long, damaged or cannot be written is an InputError.
-    """
+    """Repetition of calls to a database; a full disk ends them as an OSError, other faults as an InputError."""
 
     def __init__(self, url: str) -> None:
         file = sqlite_file(url)

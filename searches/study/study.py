@@ -97,8 +97,7 @@ def open_study(
 ) -> optuna.Study:
     """Create a study, or resume it if its settings, everything that changes results as flat plain values, are the same.
 
-    Raises:
-        InputError: the study exists with other settings; the message names the first that differs.
+    Otherwise an :class:`InputError` names the first that differs.
     """
     study = optuna.create_study(study_name=name, storage=storage, pruner=pruner, direction="maximize", load_if_exists=True)
     before = study.user_attrs.get(SETTINGS)
@@ -120,11 +119,7 @@ def open_study(
 
 
 def with_stored_methods(space: SearchSpace, study: optuna.Study) -> SearchSpace:
-    """Return the space with the methods that the study's earlier trials chose from.
-
-    Optuna does not allow the choices of a parameter to change. A study that began before a drafter was registered therefore
-    continues without it.
-    """
+    """Return the space with the methods that the study's earlier trials chose from: Optuna lets no choices change."""
     for trial in study.get_trials(deepcopy=False):
         before = trial.distributions.get("method")
         if isinstance(before, CategoricalDistribution) and tuple(before.choices) != space.available_methods:
@@ -133,7 +128,6 @@ def with_stored_methods(space: SearchSpace, study: optuna.Study) -> SearchSpace:
 
 
 def finished(study: optuna.Study) -> list[FrozenTrial]:
-    """Return the trials that were completed or pruned."""
     return study.get_trials(deepcopy=False, states=FINISHED)
 
 
@@ -148,11 +142,9 @@ def run_trials(
 ) -> str:
     """Run trials until the study has enough finished ones; an interrupted one is marked as failed, and repeated later.
 
-    Returns:
-        Until when they ran, if that was not until there were enough; empty also if another worker found it.
+    Returns until when they ran, if that was not until there were enough; empty also if another worker found it.
 
     Args:
-        on_trial: called after each finished trial.
         starts: configurations to try before the sampler is asked, unless they were tried. They are queued one at a time, so
             that measurements of the leader come in between.
         seconds_left: returns the seconds in which further trials must end; none starts that would not, of any worker.
@@ -242,10 +234,7 @@ def wait_for_trials(study: optuna.Study, pool: Workers) -> None:
 
 
 def _why_ended(study: optuna.Study, settings: StudySettings, starts: Sequence[SpeculativeConfig], seconds: float) -> str:
-    """Return until when trials ran, if another would take longer than there is or than it saves; empty if it may begin.
-
-    The mean of the trials that were measured apart tells how long one takes. The first few run in any case.
-    """
+    """Return until when trials ran, if another would take longer than there is or than it saves; empty if it may begin."""
     trials = finished(study)
     measured = [trial.user_attrs[MEASURING_SECONDS] for trial in trials if MEASURING_SECONDS in trial.user_attrs]
     if len(trials) >= _MIN_TRIALS and seconds <= (statistics.fmean(measured) if measured else 0.0):
@@ -260,10 +249,7 @@ class _Duplicate(Exception):
 
 
 def _refuse_duplicate(trial: optuna.Trial, config: SpeculativeConfig) -> None:
-    """Refuse a configuration that a trial with a lower number measures at this moment.
-
-    Of two workers that choose it at the same time both may measure it. Their measurements are pooled.
-    """
+    """Refuse a configuration that a trial with a lower number measures; of two at the same time both may go on."""
     for other in trial.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         if other.number < trial.number and other.user_attrs.get("config") == config.to_dict():
             trial.set_user_attr(DUPLICATE_OF, other.number)

@@ -63,10 +63,7 @@ def places(workers: int | str, device: str) -> list[Place]:
 
 
 def supervise(config: DictConfig) -> None:
-    """Start the workers of a study and wait for their end, also after a signal.
-
-    If none has finished the study, a ``SystemExit`` has the exit code of the first that failed.
-    """
+    """Start the workers of a study and wait for them; exit with the first failure's code if none has succeeded."""
     settings: StudySettings = instantiate(config.study)
     assert settings.workers is not None
     found = places(settings.workers, str(config.target.get("device")))
@@ -128,7 +125,6 @@ class LocalWorkers:
             )
 
     def _report(self, number: int, code: int) -> None:
-        """Print the last lines of a worker that failed."""
         if number:
             for line in self._logs[number].read_text(errors="replace").splitlines()[-_TAIL:]:
                 print(f"worker {number}: {line}", file=sys.stderr)
@@ -136,7 +132,6 @@ class LocalWorkers:
 
 
 def _visible_gpus() -> list[str]:
-    """Return the identifiers of the visible GPUs, as ``CUDA_VISIBLE_DEVICES`` names them."""
     count = torch.cuda.device_count()
     named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return named[:count] if named else [str(number) for number in range(count)]

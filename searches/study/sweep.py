@@ -81,11 +81,7 @@ class Reports:
 
 
 def search(config: DictConfig, reports: Reports) -> Finals:
-    """Run a composed study to its end and return the verdict; ``conf/layerskip.yaml`` is the configuration.
-
-    Each stage ends at its share of ``study.max_seconds``. Ctrl-C prints a summary of the finished trials, and the same
-    configuration continues.
-    """
+    """Run or continue a composed study to its end and return the verdict; Ctrl-C prints a summary of the finished trials."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     settings: StudySettings = instantiate(config.study)
     with Progress(settings.max_seconds) as progress, _opened_sweep(config, progress, reports) as sweep, sweep.view.closing():
@@ -282,7 +278,6 @@ class Sweep:
         return finals
 
     def _measure_finalists(self, check: Callable[[], None]) -> Finals:
-        """Measure the finalists on held-out prompts."""
         measuring = self.plan.measuring
         self._begin(FINALS, is_alone=True)
         maximum = len(self.held_out) * measuring.held_out_repeats
@@ -298,10 +293,7 @@ class Sweep:
             return measure_finals(self.study, self.bench, self.held_out, measuring, self.plan.seed, control)
 
     def _race_engines(self, finals: Finals) -> Race | None:
-        """Measure inference engines beside the winner, if any are asked for, which one of the workers does.
-
-        The study's folder keeps the result. What goes wrong in an engine does not end the study.
-        """
+        """Measure the chosen engines beside the winner, in one of the workers; an engine's fault ends no study."""
         plan, winner, path = self.plan, finals.winner.config, self.folder / RACE_FILE
         if not plan.engines:
             return None
@@ -348,7 +340,6 @@ class Sweep:
             return None
 
     def _prepare_predictor(self) -> ScanPredictor | None:
-        """Return the predictor of masks, if layer skipping is searched and scanned."""
         plan = self.plan
         if not plan.scanning.enabled or not self.space.scanned:
             return None
@@ -362,7 +353,6 @@ class Sweep:
         return predictor
 
     def _propose(self, predictor: ScanPredictor | None) -> list[SpeculativeConfig]:
-        """Propose configurations from scans, fastest first."""
         if predictor is None:
             return []
         settings = self.plan.scanning.proposals

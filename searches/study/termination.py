@@ -20,10 +20,7 @@ _MIN_SAMPLED = 8  # trials after those that every study begins with
 
 
 def why_not_another(study: optuna.Study, tokens: int, starts: Collection[SpeculativeConfig]) -> str:
-    """Return when trials ended to be worth their seconds to a user who will decode so many tokens; empty if they are.
-
-    They are until the configurations with which the study starts were tried, and some more.
-    """
+    """Return when trials ended to be worth their seconds to a user who will decode so many tokens; empty if they are."""
     board = leaderboard(study)
     measured = [trial.user_attrs["measurement"] for trial in board.trials if "measurement" in trial.user_attrs]
     is_early = len(board.trials) < len(starts) + _MIN_SAMPLED or not board.entries.keys() >= set(starts)

@@ -39,10 +39,7 @@ def texts_settings(config: DictConfig, target: Target, sampling: Sampling, like:
 def write_texts(
     config: DictConfig, target: Target, sampling: Sampling, like: Sequence[str]
 ) -> tuple[list[TrainingText], float]:
-    """Write the first training texts that together have as many tokens as the configuration asks for, or a few more.
-
-    Texts that are in the outputs folder are not written again. Return also the seconds of writing them, whenever that was.
-    """
+    """Write, or continue, the first training texts with as many tokens as are asked for; return them and their seconds."""
     file = Path(config.outputs) / "texts" / f"{digest(texts_settings(config, target, sampling, like))[:16]}.jsonl"
     with exclusive(file), tqdm(total=int(config.tokens), unit="token", desc="texts", disable=None) as bar:
         log, texts, left = ResultLog(file), list[TrainingText](), int(config.tokens)
@@ -67,10 +64,7 @@ def texts_digest(texts: Sequence[TrainingText]) -> str:
 
 
 def opening_texts(path: str | None, measured: PromptSet) -> list[str]:
-    """Return the last user messages of the file ``begin_like``, which every other training text begins like.
-
-    ``measured`` are prompts that are searched or measured on, which must not be learned from.
-    """
+    """Return the last user messages of the file ``begin_like``; none of them may be a ``measured`` prompt."""
     if path is None:
         return []
     check_type("begin_like", path, str)
@@ -123,6 +117,5 @@ def drafted_tokens(target: Target, texts: list[TrainingText], size: int | None) 
 
 
 def _special_tokens(target: Target) -> list[int]:
-    """Return the tokens that are in every draft vocabulary."""
     special = [] if target.tokenizer is None else target.tokenizer.all_special_ids
     return sorted({token for token in (*target.eos_ids, *special) if token < target.vocabulary})

@@ -109,7 +109,6 @@ class HeadTrainer:
         rescale(self.head, *self._scales)
 
     def loss(self, indices: list[int]) -> Tensor:
-        """Return the loss on some of the texts."""
         batch = Batch.of([self.store[index] for index in indices], self.device, whole=True)
         steps = 1 if self.progress < _NEXT_ONLY else int(self.config.unroll)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
@@ -151,7 +150,6 @@ class HeadTrainer:
         return float(values[0])
 
     def train(self, tracker: Tracker) -> None:
-        """Train to the end with regular checkpoints, and evaluate at each."""
         saved = time.monotonic()
         losses: list[float] = []
         form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}{postfix}"  # of steps or seconds, whichever end first
@@ -166,7 +164,6 @@ class HeadTrainer:
                     saved = time.monotonic()
 
     def _log(self, tracker: Tracker, loss: float) -> None:
-        """Evaluate, and log the acceptance rates and the loss."""
         start, ended = now(self.device), self.progress >= 1.0
         rates = self.acceptance(self.held_out)
         self.evaluation_seconds += now(self.device) - start

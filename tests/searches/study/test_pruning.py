@@ -37,12 +37,12 @@ PREDICTOR = additive(0)
 def test_a_suggestion_below_the_leader_cannot_win() -> None:
     assert BoundEstimator(PREDICTOR).estimate(optuna.create_study(), lookup(4)) is None
     bound = _estimate(AWFUL)
-    assert bound.cannot_win  # the leader is plain decoding
+    assert bound.reason  # the leader is plain decoding
     assert bound.predicted == pytest.approx(PREDICTOR.speedup(AWFUL))
     assert bound.upper == pytest.approx(PREDICTOR.speedup(AWFUL) * UNKNOWN)
-    assert not _estimate(BEST.config).cannot_win
+    assert not _estimate(BEST.config).reason
     bound = _estimate(BEST.config, measured_trial(lookup(4), {"x": 100.0}, low=100.0))
-    assert bound.cannot_win and "100.000 x" in bound.reason()
+    assert "100.000 x" in bound.reason
     assert bound.predicted is None  # costs alone rule it out
     assert bound.upper == pytest.approx(PREDICTOR.profile.speedup_bound(DraftPlan.parse("mlp:3", LAYERS)) * UNKNOWN)
     assert PREDICTOR.profile.speedup_bound(DraftPlan.none(LAYERS)) < 2.0
