@@ -162,11 +162,8 @@ def to_full_vocabulary(probs: Tensor, tokens: Tensor, vocabulary: int) -> Tensor
 class Chooser:
     """The choice of tokens in one decoding: its sampling, its source of randomness, and the tokens seen so far.
 
-    Target and drafter share one chooser, so the draft's q and the target's p go through the same warping.
-
-    Args:
-        vocabulary: V, the size of the target's output.
-        seed: makes the draws repeatable; None uses torch's global generator.
+    Target and drafter share one chooser, so the draft's q and the target's p go through the same warping. Without a
+    ``seed``, torch's global generator is used.
     """
 
     def __init__(self, sampling: Sampling, vocabulary: int, device: torch.device, seed: int | None = None) -> None:

@@ -38,20 +38,13 @@ class Prediction:
 
 
 class SpeedupPredictor(Protocol):
-    """Predictor of speedups before anything is decoded, above all those of layer skipping.
+    """Predictor of speedups before anything is decoded, above all those of layer skipping."""
 
-    Attributes:
-        layers: the number of decoder layers of a mask.
-        prompts: the ids of the prompts that speedups are predicted for.
-        predicted: the methods whose plans are predicted.
-        screened_together: the number of masks to ask :meth:`agreements` for at once.
-    """
-
-    layers: int
-    prompts: frozenset[str]
+    layers: int  # of a mask
+    prompts: frozenset[str]  # the ids of those that speedups are predicted for
     profile: CostProfile
-    predicted: Collection[str]
-    screened_together: int
+    predicted: Collection[str]  # the methods whose plans are predicted
+    screened_together: int  # the number of masks to ask :meth:`agreements` for at once
 
     def agreements(self, masks: Sequence[DraftPlan]) -> list[float]:
         """Return how often the first drafted token of each mask is the target's, on few positions: the cheapest estimate."""
@@ -78,13 +71,7 @@ class SearchControl:
 
 
 class Screening(abc.ABC):
-    """Screening of plans of one method, each once, within a budget.
-
-    Attributes:
-        left: the number of plans that may still be screened.
-        scores: the expected speedup of every screened plan.
-        agreements: how often its first drafted token is the target's.
-    """
+    """Screening of plans of one method, each once, within a budget."""
 
     method: ClassVar[str]
 
@@ -92,8 +79,8 @@ class Screening(abc.ABC):
         self, predictor: SpeedupPredictor, space: SearchSpace, budget: int, control: SearchControl = SearchControl()
     ) -> None:
         self.predictor, self.layers, self.skippable = predictor, predictor.layers, space.skippable
-        self.scores: dict[DraftPlan, float] = {}
-        self.agreements: dict[DraftPlan, float] = {}
+        self.scores: dict[DraftPlan, float] = {}  # the expected speedup of every screened plan
+        self.agreements: dict[DraftPlan, float] = {}  # how often its first drafted token is the target's
         self.treatments, self._over_memory = space.treatments, space.over_memory
         self._lengths, self.left, self._control = space.values(self.method, "num_speculative_tokens"), budget, control
 

@@ -57,22 +57,15 @@ def masks_at_once(rows: int) -> int:
 
 
 class ScanPredictor:
-    """A :class:`~searches.predict.mask_search.SpeedupPredictor` that scans masks.
-
-    Args:
-        profile: the costs at the mean context of the continuations.
-        choices: the draft lengths and stop rules that plans are combined with, by method.
-        folder: for predictions; belongs to one target, prompt set, and these choices.
-        pool: the workers that share the predictions through their storage instead of the folder.
-    """
+    """A :class:`~searches.predict.mask_search.SpeedupPredictor` that scans masks."""
 
     def __init__(
         self,
         scanner: Scanner,
-        profile: CostProfile,
-        choices: Mapping[str, Sequence[DraftChoice]],
-        folder: Path,
-        pool: Workers = ALONE,
+        profile: CostProfile,  # at the mean context of the continuations
+        choices: Mapping[str, Sequence[DraftChoice]],  # that plans are combined with, by method
+        folder: Path,  # for predictions; belongs to one target, prompt set, and these choices
+        pool: Workers = ALONE,  # that share the predictions through their storage instead of the folder
     ) -> None:
         self.layers, self.profile = scanner.target.layers, profile
         self.prompts = frozenset(continuation.prompt_id for continuation in scanner.continuations)

@@ -29,7 +29,7 @@ from searches.report import charts
 from searches.report.markdown import race_verdict, study_notes, verdict, winner_notes
 from searches.report.tables import finals_tables, trial_tables
 from searches.study.finals import Finals
-from searches.study.leaderboard import ranking
+from searches.study.leaderboard import leaderboard
 from searches.study.study import SETTINGS, finished
 from searches.tracking.names import DEVICE
 from searches.workers.pool import ALONE, Workers
@@ -104,7 +104,7 @@ def _notes(study: optuna.Study, page: Page) -> list[str]:
         fastest = [] if page.race is None else [race_verdict(page.race)]
         return [*fastest, verdict(page.finals), *notes, *winner_notes(study, page.finals)]
     first = "No configuration that drafts was measured to the end yet."
-    for leader in ranking(study)[:1]:
+    if (leader := leaderboard(study).leader) is not None:
         first = f"Best so far: {leader.config.label()}, {leader.speedup:.2f} x plain decoding on tune prompts."
     later = ["The finals follow the last trial. They choose the winner and write best.json."]
     return [first, *notes, *(later if page.state == RUNNING else [])]

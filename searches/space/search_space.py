@@ -62,15 +62,6 @@ def suggest_value(trial: optuna.trial.BaseTrial, name: str, field: Field, values
     return trial.suggest_int(name, low, high, log=field.log)
 
 
-def nearest_value(field: Field, values: Sequence[Any], value: Any) -> Any:
-    """Return a value, or the nearest one of a range, or the first of the choices."""
-    if field.range is None:
-        method = value.method if isinstance(value, StopRule) else value
-        first = values[0] if values else value
-        return value if method in values else StopRule(first) if isinstance(value, StopRule) else first
-    return min(max(value, values[0]), values[1])
-
-
 def check_masks(space: SearchSpace) -> None:
     check_whole("space.protect_first", space.protect_first, 0)
     check_whole("space.protect_last", space.protect_last, 0)
@@ -340,7 +331,12 @@ class SearchSpace:
         known = {"mask": wanted["mask"]} if "mask" in wanted else {}
 
         def choose(each: Field, span: Sequence[Any]) -> Any:
-            return nearest_value(each, span, wanted.get(each.name, each.default))
+            value = wanted.get(each.name, each.default)
+            if each.range is not None:
+                return min(max(value, span[0]), span[1])
+            if isinstance(value, StopRule):
+                return value if value.method in span else StopRule(span[0])
+            return value if value in span or not span else span[0]
 
         return self._fill(methods()[method], known, choose)
 
@@ -378,10 +374,6 @@ class SearchSpace:
         lengths = {name: wanted.get(name, method[name].default) for name in names}
         # Beyond the measured lengths, costs grow on; where they hardly grow at all, the declared length is as good.
         return dict(wanted) | ({name: min(best, length) for name, length in lengths.items()} if best < len(costs) else {})
-
-    def skip_starts(self, masks: Sequence[str]) -> list[SpeculativeConfig]:
-        """Return self-drafts of some masks, with the declared first draft length and stop rule."""
-        return [self.nearest("layer_skip", methods()["layer_skip"].first | {"mask": mask}) for mask in masks]
 
     def after_lookup(self, seconds: Sequence[SpeculativeConfig]) -> list[SpeculativeConfig]:
         """Return the first of some configurations after a lookup; an empty list if the study has no cascades."""

@@ -34,16 +34,12 @@ _STALL = 3.0  # how many times the tolerated drift, as a logarithm, one sample m
 
 
 class ModelBench:
-    """Measurement of configurations side by side, by a back end with a sampling, a load, and new tokens per prompt and turn.
-
-    Attributes:
-        exact: whether outputs must equal plain decoding's token for token, as in float32.
-        conditions: everything that samples depend on, except configurations, prompts and seed, as plain values.
-    """
+    """Measurement of configurations side by side by a back end, with a sampling, a load, and new tokens per turn."""
 
     def __init__(self, backend: Backend, sampling: Sampling, max_new_tokens: int, workload: Workload = Workload()) -> None:
         self._backend, self._sampling, self._max_new_tokens, self._workload = backend, sampling, max_new_tokens, workload
-        self.exact = backend.exact
+        self.exact = backend.exact  # whether outputs must equal plain decoding's token for token, as in float32
+        # Everything that samples depend on, except configurations, prompts and seed, as plain values.
         self.conditions: Any = [backend.describe(), sampling.to_dict(), max_new_tokens, asdict(workload)]
 
     def compare(

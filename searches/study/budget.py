@@ -42,13 +42,11 @@ class Budget:
 
     ``started`` is the start of this process, on the clock of ``time.monotonic``. Of the processes that work on the study,
     only the first (``leads``) counts the seconds of its start, because the others start at the same time.
-
-    Attributes:
-        seconds_here: those that this process spent on shared artifacts.
     """
 
     def __init__(self, study: optuna.Study, seconds: float | None, started: float, leads: bool = True) -> None:
-        self._study, self._seconds, self.seconds_here = study, seconds, 0.0
+        self._study, self._seconds = study, seconds
+        self.seconds_here = 0.0  # that this process spent on shared artifacts
         self.started = (started if leads else time.monotonic()) - float(study.user_attrs.get(_SPENT, 0.0))
 
     def left(self, stage: str) -> float:

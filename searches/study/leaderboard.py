@@ -67,20 +67,14 @@ class LeaderboardEntry:
 
 
 class Leaderboard:
-    """The finished trials of a study, pooled by configuration. Each trial is read once, however many questions follow.
-
-    Attributes:
-        trials: the finished trials, by number.
-        entries: of their configurations.
-        ranking: the entries that draft, kept the output and were measured to the end at least once, fastest first.
-        leader: the fastest of these; None before there is one.
-    """
+    """The finished trials of a study, pooled by configuration. Each trial is read once, however many questions follow."""
 
     def __init__(self) -> None:
-        self.trials: Sequence[FrozenTrial] = ()
+        self.trials: Sequence[FrozenTrial] = ()  # by number
         self.entries: dict[SpeculativeConfig, LeaderboardEntry] = {}
+        # Those that draft, kept the output and were measured to the end at least once, fastest first.
         self.ranking: list[LeaderboardEntry] = []
-        self.leader: LeaderboardEntry | None = None
+        self.leader: LeaderboardEntry | None = None  # the fastest of these
         self._pooled: set[int] = set()
 
     @property
@@ -144,11 +138,6 @@ def leaderboard(study: optuna.Study) -> Leaderboard:
     return board
 
 
-def ranking(study: optuna.Study) -> list[LeaderboardEntry]:
-    """Return the configurations that draft, kept the output and were measured to the end at least once, fastest first."""
-    return leaderboard(study).ranking
-
-
 def leading(study: optuna.Study) -> FrozenTrial | None:
     """Return the latest whole measurement of the fastest configuration; None before there is one."""
     leader = leaderboard(study).leader
@@ -171,7 +160,7 @@ def contenders(study: optuna.Study, count: int) -> list[LeaderboardEntry]:
     prompts often rank five lookups of neighbouring lengths above a drafter whose speedup differs from prompt to prompt. One
     more is the first that the study tried with the leader's drafters, because the prompts did not select it.
     """
-    ranked = ranking(study)
+    ranked = leaderboard(study).ranking
     near = [entry.over(ranked[0]) >= 1 - _NEAR for entry in ranked]
     sets = [drafters(entry.config) for entry in ranked]
     is_best = [sets.index(own) == place for place, own in enumerate(sets)]

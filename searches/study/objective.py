@@ -90,11 +90,6 @@ class Objective:
     """Objective that measures the configuration that a trial suggests, on tune prompts from the ``first_prompt``-th on.
 
     ``bounds`` bounds suggestions, so that those that cannot win are pruned; None decodes all.
-
-    Attributes:
-        first, further: the prompts that every trial decodes, and those of trials that are level with the leader.
-        warmup: prompts that drafters which learn decode before, unmeasured.
-        compared: rows of configurations that were measured together, in place of the measurement of their first trial.
     """
 
     def __init__(
@@ -110,14 +105,14 @@ class Objective:
     ) -> None:
         self.bench, self.space, self.bounds = bench, space, bounds
         self.settings, self.seed, self.on_prompt = settings, seed, on_prompt
+        # Rows of configurations that were measured together, in place of the measurement of their first trial.
         self.compared: dict[SpeculativeConfig, list[Row]] = {}
-        self.first = prompts.take(settings.prompts, first_prompt)
+        self.first = prompts.take(settings.prompts, first_prompt)  # what every trial decodes
         self._first_ids = frozenset(item.id for item in self.first)
         survivors = prompts.take(settings.survivor_prompts, first_prompt)
-        self.further = tuple(item for item in survivors if item.id not in self._first_ids)
-        measured = self._first_ids.union(item.id for item in self.further)
-        others = [item for item in prompts.take(None) if item.id not in measured]
-        self.warmup = PromptSet(tuple(others[: settings.warmup]))
+        self.further = tuple(item for item in survivors if item.id not in self._first_ids)  # trials level with the leader
+        others = [item for item in prompts.take(None) if item not in (*self.first, *self.further)]
+        self.warmup = PromptSet(tuple(others[: settings.warmup]))  # what drafters that learn decode before, unmeasured
 
     def __call__(self, trial: optuna.Trial, refuse: Refusal = lambda *_: None) -> float:
         """Measure a trial that ``refuse`` does not end by an error, report its speedup prompt by prompt, and return it.

@@ -44,7 +44,8 @@ def starting_points(
         own = [config for config in proposed if config.method == method]
         points += [*own[:1], *([] if methods()[method].lookup else space.after_lookup(own)), *own[1:]]
     if "layer_skip" in space.available_methods:
-        points += space.skip_starts([*space.masks, *(() if scanned else structured_masks(space))])
+        first, masks = methods()["layer_skip"].first, [*space.masks, *(() if scanned else structured_masks(space))]
+        points += [space.nearest("layer_skip", first | {"mask": mask}) for mask in masks]
     if not any(config.method == "cascade" and not config.members[1].head for config in points):
         points += space.after_lookup([config for config in points if config.method in space.second_methods])
     return list(dict.fromkeys(points))

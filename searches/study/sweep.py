@@ -44,7 +44,7 @@ from searches.study.bench import ModelBench
 from searches.study.budget import FINALS, OPENING, PREDICTIONS, TRIALS, Budget
 from searches.study.cascade_costs import CostTimer, draft_cost, verify_cost
 from searches.study.finals import Finals, RunControl, measure_finals
-from searches.study.leaderboard import leader_line, ranking, trial_line
+from searches.study.leaderboard import leader_line, leaderboard, trial_line
 from searches.study.objective import Objective
 from searches.study.plan import Plan, default_name, describe
 from searches.study.pruning import BoundEstimator
@@ -356,8 +356,8 @@ class Sweep:
         if predictor is None:
             return []
         settings = self.plan.scanning.proposals
-        leaders = ranking(self.study)[:1]
-        to_beat = max(1.0, leaders[0].speedup) if leaders else 0.0
+        leader = leaderboard(self.study).leader
+        to_beat = 0.0 if leader is None else max(1.0, leader.speedup)
         is_over, leave_out = partial(self.budget.is_over, PREDICTIONS), partial(self.budget.leave_out, PREDICTIONS)
         with self.progress.counting(settings.budget(self.space) * len(self.space.scanned), "draft plans") as count:
             control = SearchControl(is_over, to_beat, leave_out, on_mask=self.view.after(count))

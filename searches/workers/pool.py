@@ -38,18 +38,12 @@ class LeaseLost(Exception):
 
 
 class Workers:
-    """What the workers of a study agree on, here for a process that works on it alone.
-
-    Attributes:
-        name: that of the worker; None if it works alone.
-        seed: a number for the sampler, which differs from those of the other workers.
-        waited_seconds: seconds of waiting for other workers.
-    """
+    """What the workers of a study agree on, here for a process that works on it alone."""
 
     alone = True
-    name: str | None = None
-    seed = 0
-    waited_seconds = 0.0
+    name: str | None = None  # of the worker, if there are several
+    seed = 0  # for the sampler; that of each worker differs
+    waited_seconds = 0.0  # for other workers
 
     def leave(self) -> bool:
         """Leave the study, and return whether other workers may still be there; of all that leave, the last finds none."""

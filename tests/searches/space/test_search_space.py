@@ -110,7 +110,13 @@ def test_windows_are_searched_in_long_contexts_only() -> None:
         (chosen, 500, {0, 64}),
     ):
         found = space.at_context(tokens)
-        windows = [one.draft_window for one in [*found.starts("quantized"), *found.skip_starts(["mlp:3"])]]
+        windows = [
+            one.draft_window
+            for one in [
+                *found.starts("quantized"),
+                found.nearest("layer_skip", methods()["layer_skip"].first | {"mask": "mlp:3"}),
+            ]
+        ]
         assert windows[0] == 0 and set(windows) == expected
         assert found.scanned == (("quantized",) if space is chosen else ("layer_skip", "quantized"))
     found = drawn(replace(SPACE, methods=("quantized",)).at_context(5000), 60)

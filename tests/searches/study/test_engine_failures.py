@@ -17,7 +17,7 @@ from searches.backends.backend import BASELINE, BackendError, Comparison, Worklo
 from searches.report import markdown as report
 from searches.study.bench import ModelBench
 from searches.study.finals import RunControl, measure_finals
-from searches.study.leaderboard import ranking
+from searches.study.leaderboard import leaderboard
 from searches.study.objective import MeasureSettings
 from tests.searches.known import HELD_OUT, PROMPTS, Known, lookup, run_known
 
@@ -60,14 +60,14 @@ def test_a_failed_trial_keeps_its_reason_and_is_tried_twice() -> None:
     assert bench.attempts == 2
     assert kept.state == last.state == TrialState.COMPLETE
     assert kept.constraints["out_of_memory"] <= 0
-    assert ranking(study)[0].config == good
-    assert bad not in [entry.config for entry in ranking(study)]
+    assert leaderboard(study).ranking[0].config == good
+    assert bad not in [entry.config for entry in leaderboard(study).ranking]
     text = report.summary(study, None)
     assert "5 trials: 0 stopped early, 3 not run (3 the engine failed)." in text
     assert "- 0: the engine failed: out of memory at layer 3\n" in text
     study = run_known(Failing({good: 1.5}, fails=[bad], lacks="quantized: it needs a C++ compiler"), bad, good)
     assert study.trials[0].user_attrs["reason"] == "the engine failed: quantized: it needs a C++ compiler"
-    assert ranking(study)[0].config == good
+    assert leaderboard(study).ranking[0].config == good
 
 
 def test_an_engine_that_runs_nothing_ends_the_study() -> None:
@@ -83,7 +83,7 @@ def test_rows_before_a_failure_do_not_rank_a_configuration() -> None:
     bench = Failing({bad: 9.0}, fails=[bad], after=2)
     study = run_known(bench, good, bad)
     assert study.trials[1].user_attrs["measurement"]["prompts"] == 2
-    assert [entry.config for entry in ranking(study)] == [good]
+    assert [entry.config for entry in leaderboard(study).ranking] == [good]
     bench.fails = [SpeculativeConfig()]
     with pytest.raises(BackendError):  # finals without plain decoding
         measure_finals(study, bench, HELD_OUT, MeasureSettings(), 0)

@@ -14,7 +14,7 @@ from layerskip import PromptSet, SpeculativeConfig
 from layerskip.measure.measurement import Sample
 from searches.space.search_space import SearchSpace
 from searches.study.budget import Budget
-from searches.study.leaderboard import LeaderboardEntry, contenders, ranking
+from searches.study.leaderboard import LeaderboardEntry, contenders, leaderboard
 from searches.study.objective import MeasureSettings, Objective
 from searches.study.starting_points import cheap_arms, compare_arms
 from searches.study.study import StudySettings, run_trials
@@ -39,7 +39,7 @@ def test_configurations_are_compared_on_common_prompts() -> None:
     study = optuna.create_study(direction="maximize")
     study.add_trial(measured_trial(lookup(4), {"a": 1.2, "b": 1.2, "c": 1.8}))
     study.add_trial(measured_trial(lookup(5), {"a": 1.3, "b": 1.3}))
-    first, second = ranking(study)
+    first, second = leaderboard(study).ranking
     assert (first.config, second.config) == (lookup(5), lookup(4))
     assert first.speedup < second.speedup
 
@@ -53,8 +53,8 @@ def test_a_lucky_leader_is_measured_again_and_falls_back(monkeypatch: pytest.Mon
 
     bench = Known(speedups)
     study = run_known(bench, lucky, solid, *(lookup(length) for length in range(6, 12)), trials=14)
-    assert ranking(study)[0].config == solid
-    assert next(entry.complete for entry in ranking(study) if entry.config == lucky) >= 2
+    assert leaderboard(study).ranking[0].config == solid
+    assert next(entry.complete for entry in leaderboard(study).ranking if entry.config == lucky) >= 2
 
 
 def test_the_best_of_another_drafter_and_the_first_of_the_leaders_contend_if_about_as_fast() -> None:
@@ -93,10 +93,10 @@ def test_arms_share_plain_decoding_and_become_trials_that_decode_nothing(tmp_pat
     objective.compared = _compare(bench, tmp_path, prompts=objective.first)
     run_trials(study, objective, StudySettings(n_trials=3), starts=ARMS)
     assert bench.calls == len(objective.first)  # one row a prompt
-    assert [(entry.config, round(entry.speedup, 6)) for entry in ranking(study)] == list(
+    assert [(entry.config, round(entry.speedup, 6)) for entry in leaderboard(study).ranking] == list(
         zip(ARMS, (1.2, 1.4, 1.7), strict=True)
     )[::-1]
-    assert ranking(study)[0].seconds.keys() == {item.id for item in objective.first}
+    assert leaderboard(study).ranking[0].seconds.keys() == {item.id for item in objective.first}
 
 
 def test_rows_of_a_killed_comparison_are_not_measured_again(tmp_path: Path) -> None:
