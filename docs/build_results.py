@@ -88,7 +88,8 @@ def replays(record: Record) -> Rows:
     """Counts of scans that were compared with decoding."""
     counts = ("decodings", "rounds", "drafted", "accepted")
     sums = {count: sum(mask[count] for mask in record["masks"]) for count in counts}
-    yield {"name": ", ".join(map(str, record["draft_lengths"])), **sums, "differ": len(record["differing"])}
+    name = "plans with formats" if any("int" in mask["mask"] for mask in record["masks"]) else "masks"
+    yield {"name": name, "lengths": ", ".join(map(str, record["draft_lengths"])), **sums, "differ": len(record["differing"])}
 
 
 def strategies(record: Record) -> Rows:
