@@ -77,6 +77,8 @@ def verify(config: DictConfig) -> None:
     fastest = FastestEngine.load(str(config.export))
     export = Export.load(str(config.export)) if fastest is None else fastest.as_export()
     name = export.config.label() if fastest is None else fastest.name
+    if fastest is not None and config.target.device == "auto":
+        config.target.device = "cpu"  # on which engines decode
     max_new_tokens = settings.max_new_tokens or export.evidence.get("max_new_tokens", _MAX_NEW_TOKENS)
     check_whole("evidence.max_new_tokens", max_new_tokens)
     held_out: PromptSet = instantiate(config.prompts).split()[1]

@@ -82,6 +82,8 @@ def time_kernels(
     hidden, inner, heads, groups = (
         config.get(f) for f in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     )
+    if None in (hidden, inner, heads, groups):
+        return  # of a model of another form
     width, draw = config.get("head_dim") or hidden // heads, partial(torch.randn, dtype=dtype, device=device)
 
     def product(outputs: int, inputs: int, gate: str = "", norm: str = "", adds: bool = False) -> dict[str, Any]:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
-_COPIES = ("_to_copy", "copy_")
-_SHAPES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 def copy_to_device(values: Tensor | Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
@@ -61,46 +58,20 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-class DeviceWait(RuntimeError):
-    """An operation waits for its device, which a CUDA graph cannot."""
+@contextlib.contextmanager
+def waiting(mode: str) -> Iterator[None]:
+    """Refuse operations that wait for a GPU within the ``with`` block, for ``error``, or allow them, for ``default``."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    try:
+        _forbid_waiting(mode)
+        yield
+    finally:
+        _forbid_waiting(before)
 
 
-class NoWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operations of this thread that wait for a GPU within the ``with`` block, with a :class:`DeviceWait`.
-
-    Torch's own mode for this holds for all threads. Kernels of custom operators may wait, as their first calls do.
-    """
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # else other threads would not find their compiled functions
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with self:  # in inference mode, torch's own decomposition comes after this
-            result = func.decompose(*args, **(kwargs or {}))
-        if result is not NotImplemented:
-            return result
-        result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
-        tensors = [part for part in tree_leaves((args, kwargs, result)) if isinstance(part, Tensor)]
-        if any(map(_is_remote, tensors)) and _waits(func, name, args, kwargs or {}, tensors):
-            raise DeviceWait(f"{name} waits for the device")
-        return result
-
-
-def _is_remote(tensor: Tensor) -> bool:
-    return tensor.device.type != "cpu"
-
-
-def _waits(func: Any, name: str, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> bool:
-    """Return whether a call reads a value or a shape that is known on the device only, or waits for a copy."""
-    if name in _COPIES:
-        return len({part.device for part in tensors}) > 1 and not kwargs.get("non_blocking", args[2:] == (True,))
-    if name == "lift_fresh":  # values that Python gives, after their copy
-        return True
-    if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
-        # A single value under a mask is filled in.
-        fills = name != "index" and args[2].numel() == 1 and args[3:] != (True,)
-        places = [place for place in args[1] if place is not None]
-        is_mask = [place.dtype in (torch.bool, torch.uint8) for place in places]
-        return (any(is_mask) and not fills) or any(place.device != args[0].device for place in places)
-    return name == "equal" or (bool(_SHAPES & {*func.tags}) and kwargs.get("output_size") is None)
+def _forbid_waiting(mode: str | int) -> None:
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch warns that not all waits are found
+        torch.cuda.set_sync_debug_mode(mode)

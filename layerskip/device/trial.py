@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from layerskip.device.memory import is_out_of_memory
+from layerskip.device.transfer import waiting
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 """Whether the kernels' compiler is installed; torch's builds for CUDA bring it along."""
@@ -63,10 +64,11 @@ def faster_of_right(
     """
     if (name, kind) not in _passed:
         try:
-            given = draw()
-            found = kernel(*given)
-            reason = "" if nearly_equal(found, operators(*given)) else "it gives other results"
-            is_slower = not reason and found.is_cuda and _is_slower(kernel, operators, given, found.device)
+            with waiting("default"):
+                given = draw()
+                found = kernel(*given)
+                reason = "" if nearly_equal(found, operators(*given)) else "it gives other results"
+                is_slower = not reason and found.is_cuda and _is_slower(kernel, operators, given, found.device)
         except Exception as error:  # compilers raise errors of many kinds
             if is_out_of_memory(error):
                 raise  # which says nothing about the kernel

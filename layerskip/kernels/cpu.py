@@ -34,7 +34,8 @@ from layerskip.device.trial import first_line, nearly_equal
 from layerskip.files import atomic_write, digest
 
 MOST_ROWS = 24
-"""With more rows, arithmetic takes longer than reading, and torch's products are as fast."""
+"""The most rows of one call. Then arithmetic takes longer than reading."""
+_SPLIT_ROWS = 4 * MOST_ROWS  # up to which several calls are faster than torch's product of many rows
 ROUNDED = 0.03
 """By which products of rounded activations may differ, as a share of the largest."""
 _SOURCE = Path(__file__).with_suffix(".cpp")
@@ -87,8 +88,11 @@ class FewRowsWeight(ctypes.Structure):
     def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute :func:`torch.nn.functional.linear`, ``[..., in]`` to ``[..., out]``; gradients do not flow through it."""
         count = hidden.numel() // self.inputs
-        if count > MOST_ROWS or hidden.shape[-1] != self.inputs or hidden.device.type != "cpu":
+        if count > _SPLIT_ROWS or hidden.shape[-1] != self.inputs or hidden.device.type != "cpu":
             return linear(hidden, self._weight, bias)
+        if count > MOST_ROWS:
+            parts = [self(part, bias) for part in torch.split(hidden.reshape(count, -1), MOST_ROWS)]
+            return torch.cat(parts).view(*hidden.shape[:-1], self.outputs)
         rows = hidden.contiguous()
         output = rows.new_empty((*hidden.shape[:-1], self.outputs))
         self._library.multiply(rows.data_ptr(), self.address, output.data_ptr(), count, _threads())
@@ -415,7 +419,11 @@ def has_kernels() -> bool:
         codes = torch.randint(16, (70, 64), generator=source, device="cpu", dtype=torch.uint8)
         numbers = weight[:, :4].half().float(), weight[:, :4]  # float16 holds the first
         blocks = [Blocks(codes * f, some[:, :2], some[:, 2:]) for f, some in zip((1, 17), numbers, strict=True)]
-        products = [HalfWeight(weight.bfloat16().float()), *(BlockWeight(some.values(), some) for some in blocks)]
+        products = [
+            HalfWeight(weight.bfloat16().float()),
+            FloatWeight(weight),
+            *(BlockWeight(some.values(), some) for some in blocks),
+        ]
         works = all(nearly_equal(product(rows), linear(rows, product._weight)) for product in products)
         quantized = [Blocks.quantize(weight, bits) for bits in (8, 4)]
         integers = [(IntegerWeight(weight, found)(rows), found.values()) for found in quantized]

@@ -5,9 +5,9 @@ addresses that never change, so a captured pass reads the whole buffers of a cac
 :mod:`layerskip.models.cache_pool` keeps the caches. Other passes, such as a prompt's first one, run eagerly.
 
 Some models always run eagerly. A pass that reads a value back from the device, as some mixtures of experts do, fails in a
-trial run that forbids waiting. A model that computes with the number of keys is detected because its first captured pass of
-each shape differs from the eager one. Other failures may pass: one is not enough. Without memory, idle caches are freed, and
-if that does not suffice, nothing more is captured for the text.
+trial run that forbids synchronisation. A model that computes with the number of keys is detected because its first captured
+pass of each shape differs from the eager one. Other failures may pass: one is not enough. Without memory, idle caches are
+freed, and if that does not suffice, nothing more is captured for the text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from layerskip.device.memory import is_out_of_memory, release_memory, within_memory
-from layerskip.device.transfer import DeviceWait, NoWaits, copy_to_device, now
+from layerskip.device.transfer import copy_to_device, now, waiting
 from layerskip.device.trial import first_line, nearly_equal
 from layerskip.kernels.decode_attention import own_counters
 from layerskip.models.attention import whole_buffers
@@ -37,7 +37,7 @@ _WIDTH_STEP = 8  # tokens
 _STACKED = 8  # layers; those of some models differ in shape, or share buffers, and would leave more unused
 _DEVICE_LOST = ("device-side assert", "illegal memory access")  # after these errors nothing runs on the device any more
 _seconds = 0.0
-_lock = threading.RLock()  # one capture at a time, as its stream is that of all threads
+_lock = threading.RLock()  # one capture at a time, as forbidding synchronisation applies to all threads
 _log = logging.getLogger(__name__)
 _failed: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # once, which may pass
 _refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -60,14 +60,15 @@ class CapturedPass:
 
 
 class _Graph(CapturedPass):
-    """A pass that was captured as a CUDA graph, with the static tensors of its kernels.
+    """A pass that was captured as a CUDA graph, with the static tensors of its kernels; ``RuntimeError`` if it synchronises.
 
     All captures on a GPU share one stream, because torch keeps library workspaces for every stream that was used.
     """
 
     def __init__(self, device: torch.device, pool: Any, inputs: Sequence[Tensor], compute: Compute) -> None:
         self._inputs = tuple(part.clone() for part in inputs)
-        compute(*self._inputs)  # libraries and kernels are loaded
+        with waiting("error"):
+            compute(*self._inputs)
         self._graph = torch.cuda.CUDAGraph()
         # A graph whose capture cannot end would leave its stream as the current one.
         current = torch.cuda.stream(torch.cuda.current_stream(device))
@@ -209,14 +210,6 @@ class CapturingCache(KVCache):
         expected = compute_with(None)(*inputs)
         if any(bool(part.isnan().any()) for part in expected):
             return None  # cannot be compared
-        # Before other attempts, because a capture that waits would leave torch's allocator in the state of capturing.
-        with contextlib.suppress(RuntimeError), self._static():
-            try:
-                with NoWaits():  # type: ignore[no-untyped-call]
-                    compute_with(None)(*inputs)
-            except DeviceWait as error:
-                _refuse(model, str(error))
-                return None
         layers = compiled_layers(body)
         attempts: list[tuple[CompiledLayers | None, bool]] = [] if layers is None else [(layers, True)] * (1 + layers.fuses)
         attempts += [(None, True), (None, False)] if self.device.type == "cuda" else [(None, True)]
@@ -246,7 +239,8 @@ class CapturingCache(KVCache):
             if tried is not None:
                 simplify_compiling(body, tried, reason, may_pass)
         if model in _failed:
-            _refuse(model, reason)
+            _refused.add(model)
+            _log.warning("%s: its passes cannot be captured and run eagerly: %s", type(model).__name__, reason)
         _failed.add(model)
         return None
 
@@ -255,7 +249,7 @@ class CapturingCache(KVCache):
         for _ in () if self._is_full else range(2):
             try:
                 return capture()
-            except (RuntimeError, MemoryError) as error:
+            except (RuntimeError, MemoryError, OSError) as error:
                 if not is_out_of_memory(error):
                     raise
             release_memory()  # only here: the handled error refers to the memory
@@ -337,12 +331,6 @@ class CapturingCache(KVCache):
                 yield
         finally:
             self.static_shapes = False
-
-
-def _refuse(model: nn.Module, reason: str) -> None:
-    """Capture no pass of a model from now on, and log why."""
-    _refused.add(model)
-    _log.warning("%s: its passes cannot be captured and run eagerly: %s", type(model).__name__, reason)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -1,7 +1,8 @@
 """Start and end of every program: Hydra composes the configuration, and errors become exit codes.
 
 Bad input ends with one line and exit code 2, Ctrl-C with 130, SIGTERM with 143, SIGHUP with 129. Unexpected errors keep
-their traceback and exit code 1, which no verdict shares. A result that was not confirmed ends with 4.
+their traceback and exit code 1, which only a loss that ``searches.doctor`` finds shares. A result that was not confirmed
+ends with 4.
 """
 
 from __future__ import annotations

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -17,13 +15,10 @@ from layerskip.models.loading import DTYPES
 from searches.app.checks import InputError
 from searches.backends.backend import BackendError
 from searches.backends.client import Client, Completion, RequestFailed
-from searches.backends.engine_process import interpreter
 from searches.backends.running_engine import Answer, RunningEngine
 from searches.backends.served import ServedBackend
-from searches.engines.peer import METHODS, EnginePeer, asked_dtype, installed
+from searches.engines.peer import METHODS, EnginePeer, asked_dtype, check_on_cpu, engine_version, installed
 from searches.space.search_space import SearchSpace
-
-_VERSION = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
 
 
 @dataclass(eq=False)
@@ -45,6 +40,8 @@ class EngineBackend(ServedBackend):
         if self.schedule:
             raise InputError("backend.schedule: has no effect on backend=engine")
         self.engine = installed("backend.engine", self.engine)
+        check_on_cpu(self.target)
+        self._version = engine_version(self.engine)
         self._rounds_to = DTYPES[self.target.dtype]
 
     def describe(self) -> dict[str, Any]:
@@ -59,6 +56,7 @@ class EngineBackend(ServedBackend):
 
     def _start(self, config: SpeculativeConfig) -> RunningEngine:
         settings: dict[str, Any] = {"method": "plain" if config.method == "none" else config.method}
+        settings |= {"start_seconds": self.start_seconds, "limit_seconds": self.limit_seconds}
         if config.method != "none":
             names = ("num_speculative_tokens", "prompt_lookup_max", "draft_model")
             settings |= {name: getattr(config, name) for name in names}
@@ -74,12 +72,6 @@ class EngineBackend(ServedBackend):
 
     def _compared(self, prompt_id: str, expected: Answer, actual: Answer, task: Task) -> Losslessness:
         return super()._compared(prompt_id, expected, actual, task).judged_in(self._rounds_to)
-
-    @cached_property
-    def _version(self) -> str:
-        """The version of the engine's package; empty if it states none."""
-        words = [str(interpreter(str(self.engine))), "-c", _VERSION, str(self.engine)]
-        return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
 
 
 @dataclass(frozen=True)

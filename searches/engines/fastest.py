@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from layerskip import Export, Sampling, SpeculativeConfig, Target, UnsupportedModel
+from layerskip.config import check_text
 from layerskip.measure.measure import Contender, Decoder, interleave
 from layerskip.measure.measurement import Sample
 from layerskip.models.environment import machine
 from searches.app.checks import InputError
 from searches.backends.backend import BASELINE, Backend, BackendError, Comparison
-from searches.engines.peer import EnginePeer, asked_dtype
+from searches.engines.peer import EnginePeer, asked_dtype, check_on_cpu, engine_version, installed
 from searches.engines.race import PLAIN, SCHEMA, WINNER, Race
 from searches.results import RESULTS_VERSION
 
@@ -28,9 +29,23 @@ class FastestEngine:
 
     Args:
         record: the contents of ``engines.json``.
+        file: its path. Beside it, ``best.json`` has the configuration of this library's winner.
+
+    Raises:
+        InputError: the record is damaged.
     """
 
     record: Mapping[str, Any]
+    file: Path
+
+    def __post_init__(self) -> None:
+        try:
+            for name in (self.name, self.base):
+                check_text("race.rows.name", name)
+                _ = name in (PLAIN, WINNER) or self.race.settings(name)
+            self.as_export()
+        except (KeyError, TypeError, AttributeError, StopIteration) as error:
+            raise InputError(f"export: {self.file} is damaged: {type(error).__name__}: {error}") from None
 
     @classmethod
     def load(cls, file: str | Path) -> FastestEngine | None:
@@ -45,7 +60,7 @@ class FastestEngine:
             schema = record.get("schema")
         if schema == _EARLIER:
             raise InputError(f"schema: {file} has {schema!r}; search again with engines=, which writes {SCHEMA!r}")
-        return cls(record) if record is not None and schema == SCHEMA else None
+        return cls(record, Path(file)) if record is not None and schema == SCHEMA else None
 
     @property
     def race(self) -> Race:
@@ -63,7 +78,7 @@ class FastestEngine:
         return PLAIN if self.name == self.race.fastest_plain else self.race.fastest_plain
 
     def as_export(self) -> Export:
-        """Return the target, the conditions and the evidence, with the configuration if this library decodes."""
+        """Return the target, the conditions and the evidence, with the configuration if this library drafts."""
         race, record = self.race, self.record
         evidence = dict(race.fastest.measured)
         if self.name == race.fastest_plain:  # its speedup over ours is the inverse of ours over it
@@ -73,8 +88,19 @@ class FastestEngine:
             evidence["baseline_tokens_per_second"] = ours["tokens_per_second"]
         del evidence["mean_acceptance_length"]  # it does not limit how much faster one engine is than another
         evidence |= {"prompts_digest": record["prompts"]["digest"], "max_new_tokens": record["max_new_tokens"]}
-        config = SpeculativeConfig.from_dict(record["winner"]) if self.name == WINNER else SpeculativeConfig()
-        return Export(record["target"], config, Sampling.from_dict(record["sampling"]), evidence, record["environment"])
+        where = record["environment"] | {"backend": {"engine_versions": self.versions}}
+        best = Export.load(self.file.with_name("best.json")).config if self.name == WINNER else SpeculativeConfig()
+        return Export(record["target"], best, Sampling.from_dict(record["sampling"]), evidence, where)
+
+    @property
+    def engines(self) -> list[str]:
+        """The engines that are measured again."""
+        return sorted(self.race.settings(name)[0] for name in {self.name, self.base} - {PLAIN, WINNER})
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """The versions of these engines' packages when they were measured."""
+        return {engine: self.record["engine_versions"][engine] for engine in self.engines}
 
 
 @dataclass(eq=False)
@@ -92,10 +118,16 @@ class FastestBackend(Backend):
     folder: Path
 
     def __post_init__(self) -> None:
+        check_on_cpu(self.target)
+        self._versions = {name: engine_version(installed("engines", name)) for name in self.claim.engines}
         self._opened, self._peers = contextlib.ExitStack(), dict[str, EnginePeer]()
 
     def describe(self) -> dict[str, Any]:
-        names = {"contender": self.claim.name, "baseline": self.claim.base}
+        names: dict[str, Any] = {
+            "contender": self.claim.name,
+            "baseline": self.claim.base,
+            "engine_versions": self._versions,
+        }
         return names | {"target": self.target.digest, "machine": machine(self.target), "version": RESULTS_VERSION}
 
     def supports(self, method: str) -> str | None:

@@ -35,6 +35,11 @@ ADAPTERS = Path(__file__).with_name("adapters")
 ENGINES = tuple(sorted(file.stem for file in ADAPTERS.glob("[!_]*.py")))
 """The engines that have a file in ``adapters/``."""
 _ALIASES = {"openvino": "openvino_genai", "llama_cpp": "xllamacpp"}
+_VERSION = """
+import importlib.metadata as metadata, sys
+names = metadata.packages_distributions().get(sys.argv[1], ())
+print(*(metadata.version(name) for name in names[:1]))
+"""
 METHODS = ("plain", "prompt_lookup", "draft_model")
 _WORKER = Path(__file__).with_name("worker.py")
 _LONGEST = 4096  # tokens of prompt and output that engines are asked to hold
@@ -54,6 +59,18 @@ def installed(field: str, name: str | None) -> str:
     return str(engine)
 
 
+def engine_version(engine: str) -> str:
+    """Return the version of the package that an engine is installed from; empty if it is from none."""
+    words = [str(interpreter(engine)), "-c", _VERSION, engine]
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def check_on_cpu(target: Target) -> None:
+    """Raise ``InputError`` for a target on another device than the one on which engines decode."""
+    if target.device.type != "cpu":
+        raise InputError(f"target.device: engines decode on a CPU, not on {target.device.type}; target.device=cpu")
+
+
 def asked_dtype(target: Target) -> str:
     """Return the data type in which an engine decodes beside a target."""
     return "bfloat16" if target.precision == "mixed" else target.dtype
@@ -70,6 +87,7 @@ class EnginePeer:
         python: the interpreter in which the engine is installed; None for that of :func:`interpreter`.
         dtype: ``float32``, ``bfloat16`` or ``float16`` in the engine; None for the target's. ``xllamacpp`` ignores it.
         draft_model: a folder, hub id or GGUF file of the method ``draft_model``.
+        start_seconds, limit_seconds: within which it loads, and decodes a prompt; None for ten minutes.
 
     Attributes:
         precision: of the engine's arithmetic and its cache, as it states them; it may not follow ``dtype``.
@@ -90,6 +108,8 @@ class EnginePeer:
     prompt_lookup_max: int = 3
     dtype: str | None = None
     draft_model: str = ""
+    start_seconds: float | None = None
+    limit_seconds: float | None = None
 
     def __post_init__(self) -> None:
         check_list("engine", [self.engine], ENGINES)
@@ -119,7 +139,7 @@ class EnginePeer:
         self.outputs: dict[tuple[int, ...], list[int]] = {}
         try:
             self.process.send(json.dumps(self._settings))
-            loaded = self._answer()
+            loaded = self._answer(self.start_seconds)
             self.version, self.precision = str(loaded["version"]), dict(loaded["precision"])
         except BaseException:
             self.close()
@@ -136,8 +156,8 @@ class EnginePeer:
             raise InputError(f"sampling: {self.engine} is measured greedily")
         request = {"tokens": list(prompt), "max_new_tokens": task.max_new_tokens, "eos": sorted(self.target.eos_ids)}
         self.process.send(json.dumps(request | {"repetition_penalty": task.sampling.repetition_penalty}))
-        on_prefill(int(self._answer()["first"]))
-        answer = self._answer()
+        on_prefill(int(self._answer(self.limit_seconds)["first"]))
+        answer = self._answer(self.limit_seconds)
         rounds = [self._round(after - before) for before, after in itertools.pairwise(answer["lengths"])]
         size = self.target.model.config.get_text_config(decoder=True).vocab_size
         if not all(isinstance(token, int) and 0 <= token < size for token in answer["tokens"]):
@@ -159,9 +179,9 @@ class EnginePeer:
         """Return the command that decodes so without this program."""
         return str(self._adapter.command(self._settings))
 
-    def _answer(self) -> dict[str, Any]:
+    def _answer(self, seconds: float | None) -> dict[str, Any]:
         try:
-            return dict(json.loads(self.process.receive(_ANSWER_SECONDS)))
+            return dict(json.loads(self.process.receive(seconds or _ANSWER_SECONDS)))
         except BackendError as error:
             raise UnsupportedModel(error.reason) from None
 
@@ -191,7 +211,12 @@ class EnginePeer:
         command = self._adapter.conversion(str(self.python), saved, model.dtype)
 
         def convert(folder: Path) -> None:
-            done = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=False)
+            try:
+                done = subprocess.run(
+                    [*command, str(folder)], capture_output=True, text=True, check=False, timeout=_ANSWER_SECONDS
+                )
+            except subprocess.TimeoutExpired:
+                raise UnsupportedModel(f"{self.engine}: cannot convert {model.name} in {_ANSWER_SECONDS:g} s") from None
             if done.returncode:
                 reason = done.stderr.strip().rpartition("\n")[2][:300]
                 raise UnsupportedModel(f"{self.engine}: cannot convert {model.name}: {reason}")

@@ -19,13 +19,14 @@ from typing import Any
 from layerskip import Measurement, PromptSet, SpeculativeConfig, Target, UnsupportedModel
 from layerskip.measure.measure import Contender, Decoder, Task, interleave
 from layerskip.measure.measurement import Sample
-from searches.app.checks import check_list
+from searches.app.checks import InputError, check_list
 from searches.backends.engine_process import interpreter
 from searches.engines.peer import ENGINES, EnginePeer, asked_dtype, installed
 from searches.engines.trials import EngineTrial, EngineTrials, reason_against
 from searches.progress import say
 
 RACE_FILE, SCHEMA = "engines.json", "layerskip.engines/2"
+_PLAIN = ", plain"
 PLAIN, WINNER = "layerskip, plain", "layerskip, the winner"
 
 
@@ -79,8 +80,10 @@ class Race:
 
     def settings(self, name: str) -> tuple[str, dict[str, Any]]:
         """Return the engine of a contender that is not ours, and the arguments that make it decode so."""
-        tried = {trial.name: (trial.engine, trial.settings) for trial in self.trials}
-        return tried.get(name, (name.partition(",")[0], {"method": "plain"}))
+        known = {trial.name: (trial.engine, trial.settings) for trial in self.trials}
+        if name not in known and not name.endswith(_PLAIN):
+            raise InputError(f"race.rows: {name!r} is none of its trials")
+        return known.get(name, (name.removesuffix(_PLAIN), {"method": "plain"}))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values."""
@@ -234,5 +237,5 @@ def _reference(rows: Sequence[Mapping[str, Sample]], name: str, peer: EnginePeer
 
 
 def _is_same_model(reference: Mapping[str, int]) -> bool:
-    """Whether at least half of the outputs are the reference's, up to rounding to the engine's data type."""
-    return 2 * reference["changed"] <= reference["compared"]
+    """Whether all outputs are the reference's, up to rounding to the engine's data type."""
+    return not reference["changed"]

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from layerskip import Measurement, PromptSet, SpeculativeConfig, Target, UnsupportedModel
@@ -53,7 +52,7 @@ class EngineTrial:
         if self.is_default:
             return f"{self.engine}, prompt lookup"
         if self.draft_model:
-            return f"{self.engine}, draft model {Path(self.draft_model).name}, {self.num_speculative_tokens} tokens"
+            return f"{self.engine}, draft model {self.draft_model}, {self.num_speculative_tokens} tokens"
         return (
             f"{self.engine}, prompt lookup, {self.num_speculative_tokens} tokens, n-grams of up to {self.prompt_lookup_max}"
         )

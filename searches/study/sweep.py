@@ -31,6 +31,7 @@ from searches.app.checks import InputError, check_folder
 from searches.app.interrupt import is_interrupt
 from searches.backends.backend import BackendError, Row
 from searches.backends.selection import closing
+from searches.engines.peer import engine_version
 from searches.engines.race import RACE_FILE, SCHEMA, Race, race
 from searches.predict.mask_search import SearchControl
 from searches.predict.preparation import Preparation
@@ -323,7 +324,7 @@ class Sweep:
                 task, folder = Task(plan.sampling, tokens, plan.seed), plan.outputs / path.stem
                 found = race(plan.target, winner, plan.engines, halves, task, folder, drafts, count).to_dict()
             header = record_header(SCHEMA, plan.target) | {
-                "winner": winner.to_dict(),
+                "engine_versions": {engine: engine_version(engine) for engine in plan.engines},
                 "sampling": plan.sampling.to_dict(),
                 "read_gigabytes_per_second": machine.read_gigabytes_per_second(plan.target.device),
                 "prompts": {"name": prompts.name, "count": len(prompts), "digest": prompts.digest},

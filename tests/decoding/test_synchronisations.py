@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from layerskip.config import StopRule
 from layerskip.decoding.drafter import Drafter
 from layerskip.decoding.sampling import Sampling
-from layerskip.device.transfer import begin_reading, copy_to_device, read_to_host
+from layerskip.device.transfer import begin_reading, copy_to_device, read_to_host, waiting
 from layerskip.drafters.cascade import Cascade
 from layerskip.drafters.draft_model import DraftModel
 from layerskip.drafters.eagle import Eagle
@@ -42,20 +42,6 @@ WAITING = {
 }
 READING = ("tolist", "numpy", "cpu", "__array__")
 """Methods of tensors that copy to the host, and do nothing to count where it is the device."""
-
-
-@contextmanager
-def _mode(mode: str) -> Iterator[None]:
-    """Let torch refuse what waits for a GPU, in all threads."""
-    if DEVICE == "cpu":
-        yield
-        return
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode(mode)
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 class _Waits(TorchDispatchMode):
@@ -88,7 +74,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         def allowed(read: Callable[..., Any], *tensors: Tensor) -> Any:
             waits.reading = True
             try:
-                with _mode("default"):
+                with waiting("default"):
                     return read(*tensors)
             finally:
                 waits.reading = False
@@ -106,7 +92,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
                 if name.startswith("layerskip.") and getattr(module, function.__name__, None) is function:
                     patch.setattr(module, function.__name__, replacement)
         if DEVICE != "cpu":
-            with _mode("error"):
+            with waiting("error"):
                 yield waits.counts
             return
         for name in READING:

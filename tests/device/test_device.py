@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +12,7 @@ import torch
 
 from layerskip.device import memory
 from layerskip.device.memory import PeakMemory, within_memory
-from layerskip.device.transfer import DeviceWait, NoWaits, _read_packed, begin_reading, copy_to_device, read_to_host
+from layerskip.device.transfer import _read_packed, begin_reading, copy_to_device, read_to_host
 from layerskip.device.trial import first_line
 from tests.accelerator import DEVICE
 from tests.searches.programs import fork
@@ -128,80 +125,3 @@ def test_tensors_that_are_read_together_keep_their_values_and_shapes() -> None:
 )
 def test_an_error_is_one_line(message: str, line: str) -> None:
     assert first_line(ValueError(message)) == line
-
-
-_WAITS: dict[str, Callable[[torch.Tensor], object]] = {
-    "a value": lambda t: t[0].item(),
-    "a comparison": lambda t: torch.equal(t, t + 1),
-    "places": lambda t: t.nonzero(),
-    "a mask": lambda t: t[t > 0],
-    "values under a mask": lambda t: t.index_put_((t > 0,), t[:2] + 1),
-    "distinct values": lambda t: t.unique(),
-    "unknown repeats": lambda t: t.repeat_interleave(t.clamp_min(1)),
-    "places of what holds": lambda t: torch.where(t > 0),
-    "a condition": lambda t: bool(t[0] > 0),
-    "values of Python": lambda t: torch.tensor([1, 2]),
-}
-_PASSES: dict[str, Callable[[torch.Tensor], object]] = {
-    "arithmetic": lambda t: (t * 2 + 1).sum(),
-    "places that are known": lambda t: t[torch.arange(2)],
-    "one value under a mask": lambda t: t.index_put_((t > 0,), torch.zeros((), dtype=t.dtype)),
-    "known repeats": lambda t: t.repeat_interleave(t.clamp_min(1), output_size=4),
-    "another data type": lambda t: t.to(torch.float32),
-}
-
-
-@pytest.mark.parametrize("name", [*_WAITS, *_PASSES])
-@pytest.mark.parametrize("inference", [True, False])
-def test_an_operation_that_waits_is_refused(name: str, inference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here all tensors count as those of a GPU."""
-    monkeypatch.setattr("layerskip.device.transfer._is_remote", lambda tensor: True)
-    values = torch.tensor([1, 2, -3], device=DEVICE)[:3]
-    expected = pytest.raises(DeviceWait) if name in _WAITS else nullcontext()
-    with torch.inference_mode(inference), expected, NoWaits(), torch.device(DEVICE):
-        (_WAITS | _PASSES)[name](values)
-
-
-def test_a_copy_is_refused_unless_nothing_waits_for_it() -> None:
-    host, there = torch.zeros(2), torch.zeros(2, device="meta")
-    host.tolist()
-    with NoWaits():
-        host.tolist()
-        host.to("meta", non_blocking=True)
-        there.copy_(host, non_blocking=True)
-        for copy in (lambda: host.to("meta"), lambda: there.copy_(host)):
-            with pytest.raises(DeviceWait):
-                copy()
-
-
-def test_one_thread_forbids_waiting_for_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of two threads overlap, and neither changes what holds in the other or after both."""
-    monkeypatch.setattr("layerskip.device.transfer._is_remote", lambda tensor: True)
-    value, order = torch.zeros(1), [threading.Event() for _ in range(3)]
-
-    def may_wait() -> bool:
-        try:
-            return value.item() == 0
-        except DeviceWait:
-            return False
-
-    def first() -> list[bool]:
-        with NoWaits():
-            order[0].set()
-            order[1].wait(60)
-            found = [may_wait()]
-        order[2].set()
-        return [*found, may_wait()]
-
-    def second() -> list[bool]:
-        order[0].wait(60)
-        found = [may_wait()]
-        with NoWaits():
-            order[1].set()
-            order[2].wait(60)
-            found.append(may_wait())
-        return [*found, may_wait()]
-
-    with ThreadPoolExecutor(2) as pool:
-        found = [job.result() for job in (pool.submit(first), pool.submit(second))]
-    assert found == [[False, True], [True, False, True]] and may_wait()

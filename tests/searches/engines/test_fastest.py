@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from layerskip import PromptSet, Sampling, SpeculativeConfig, load_target
+from layerskip import Export, PromptSet, Sampling, SpeculativeConfig, load_target
 from layerskip.files import write_json
+from searches.app.checks import InputError
+from searches.engines.fastest import FastestEngine
 from searches.engines.race import PLAIN, SCHEMA, WINNER, Race, RaceRow
 from searches.engines.trials import EngineTrial
 from searches.results import record_header
@@ -40,8 +42,13 @@ def _raced(folder: Path, model: Path, fastest_plain: str, *rows: RaceRow) -> Pat
     target = load_target(str(model), dtype="float32", device="cpu")
     prompts = PromptSet.packaged().split()[1].take(6)
     found = Race(rows, fastest_plain, 6, trials=(EngineTrial("fifth", "prompt_lookup", 8),)).to_dict()
-    record = record_header(SCHEMA, target) | {"winner": LOOKUP.to_dict(), "sampling": Sampling().to_dict(), "race": found}
+    record = record_header(SCHEMA, target) | {
+        "engine_versions": {"fifth": ""},
+        "sampling": Sampling().to_dict(),
+        "race": found,
+    }
     record |= {"prompts": {"name": prompts.name, "count": 6, "digest": prompts.digest}, "max_new_tokens": 48}
+    Export(target.describe(), LOOKUP).save(folder / "best.json")
     write_json(folder / "engines.json", record)
     return folder / "engines.json"
 
@@ -86,3 +93,26 @@ def test_the_file_of_an_earlier_version_is_refused(model: Path, tmp_path: Path, 
     done = launch("verify", str(file), *FIELDS, cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert done.stderr.startswith("error: schema: ") and "search again with engines=" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"race": {}}, "is damaged: KeyError"), ({"engine_versions": {}}, "is damaged: KeyError: 'fifth'")],
+)
+def test_a_damaged_file_is_refused_in_one_line(
+    model: Path, tmp_path: Path, launch: Launch, change: dict[str, Any], words: str
+) -> None:
+    file = _raced(tmp_path, model, ENGINE, _row(DRAFTING, 1.5), _row(ENGINE, 1.0), _row(PLAIN, 0.5))
+    write_json(file, json.loads(file.read_text(encoding="utf-8")) | change)
+    done = launch("verify", str(file), *FIELDS, cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert words in done.stderr
+
+
+def test_an_engine_of_another_version_is_named(model: Path, tmp_path: Path, launch: Launch) -> None:
+    file = _raced(tmp_path, model, ENGINE, _row(DRAFTING, 1.5), _row(ENGINE, 1.0), _row(PLAIN, 0.5))
+    write_json(file, json.loads(file.read_text(encoding="utf-8")) | {"engine_versions": {"fifth": "5.4"}})
+    done = launch("verify", str(file), *FIELDS, cwd=tmp_path)
+    assert "- environment.backend.engine_versions.fifth: 5.4, now " in done.stdout
+    with pytest.raises(InputError, match="'fifth, prompt lookup of others' is none of its trials"):
+        FastestEngine(json.loads(file.read_text().replace(DRAFTING, f"{DRAFTING} of others")), file)
