@@ -78,12 +78,6 @@ def entries(record: Record, path: str) -> Rows:
         yield from ({**record, "name": name, **row} for row in (value if isinstance(value, list) else [value]))
 
 
-def members(record: Record) -> Rows:
-    """Each cascade of a benchmark over each of its members."""
-    for name, row in record["results"].items():
-        yield from ({"name": name, "member": member, **ratio} for member, ratio in row.get("members", {}).items())
-
-
 def replays(record: Record) -> Rows:
     """Counts of scans that were compared with decoding."""
     counts = ("decodings", "rounds", "drafted", "accepted")
@@ -102,7 +96,7 @@ def strategies(record: Record) -> Rows:
         yield {"name": name, "finals": ", ".join(finals), "spent": spent, "share": max(shares, default=None)}
 
 
-SOURCES = {f.__name__: f for f in (members, replays, strategies)}
+SOURCES = {f.__name__: f for f in (replays, strategies)}
 
 
 def generate(described: Mapping[str, Any]) -> Iterator[str]:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from layerskip import Export, SpeculativeConfig, Target
+from layerskip import Export, SpeculativeConfig, Target, load_target
 from searches.app.checks import InputError
 from searches.app.composition import compose_config
 from searches.backends.backend import BackendError, Workload
 from searches.backends.selection import exported_backend
 from searches.engines.backend import EngineBackend
 from searches.space.search_space import SearchSpace
+from tests.engines.known import SIZES, interpreter
 from tests.searches.backends.contract import BackendContract, measure
+from tests.tiny import save_tiny
 
 pytestmark = pytest.mark.system
 
@@ -35,6 +38,33 @@ class TestEngineBackend(BackendContract):
         with pytest.raises(BackendError, match="^backend: fifth: .*no such model"):
             measure(backend, self.config)
         backend.close()
+
+
+class _RealEngine(BackendContract):
+    """The contract of an engine that ``make engines`` installs, on a model whose heads are as wide as vLLM needs."""
+
+    engine = ""
+
+    @pytest.fixture(scope="class")
+    def tiny_target(self, tmp_path_factory: pytest.TempPathFactory) -> Target:
+        return load_target(str(save_tiny(tmp_path_factory.mktemp("wide") / "model", **SIZES)), dtype="float32", device="cpu")
+
+    @pytest.fixture
+    def make(self, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Any:
+        python = Path(interpreter(self.engine))
+        monkeypatch.setenv("LAYERSKIP_ENGINES", str(python.parents[2]))
+        folder = tmp_path_factory.getbasetemp() / "real engines"
+        return lambda target: EngineBackend(target, engine=self.engine, cache_folder=str(folder))
+
+
+@pytest.mark.slow
+class TestOpenVino(_RealEngine):
+    engine = "openvino_genai"
+
+
+@pytest.mark.slow
+class TestVllm(_RealEngine):
+    engine = "vllm"
 
 
 def test_what_engines_do_not_have_is_refused_by_field(
