@@ -40,31 +40,21 @@ class TestEngineBackend(BackendContract):
         backend.close()
 
 
-class _RealEngine(BackendContract):
-    """The contract of an engine that ``make engines`` installs, on a model whose heads are as wide as vLLM needs."""
+@pytest.mark.slow
+class TestOpenVino(BackendContract):
+    """The contract of an engine that ``make engines`` installs."""
 
-    engine = ""
-
-    @pytest.fixture(scope="class")
-    def tiny_target(self, tmp_path_factory: pytest.TempPathFactory) -> Target:
-        return load_target(str(save_tiny(tmp_path_factory.mktemp("wide") / "model", **SIZES)), dtype="float32", device="cpu")
+    @pytest.fixture
+    def tiny_target(self, tmp_path: Path) -> Target:
+        """It soon repeats itself."""
+        return load_target(str(save_tiny(tmp_path / "model", idle=(0, 1, 2), **SIZES)), dtype="float32", device="cpu")
 
     @pytest.fixture
     def make(self, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Any:
-        python = Path(interpreter(self.engine))
+        python = Path(interpreter("openvino_genai"))
         monkeypatch.setenv("LAYERSKIP_ENGINES", str(python.parents[2]))
         folder = tmp_path_factory.getbasetemp() / "real engines"
-        return lambda target: EngineBackend(target, engine=self.engine, cache_folder=str(folder))
-
-
-@pytest.mark.slow
-class TestOpenVino(_RealEngine):
-    engine = "openvino_genai"
-
-
-@pytest.mark.slow
-class TestVllm(_RealEngine):
-    engine = "vllm"
+        return lambda target: EngineBackend(target, engine="openvino_genai", cache_folder=str(folder))
 
 
 def test_what_engines_do_not_have_is_refused_by_field(
