@@ -75,7 +75,7 @@ def verify(config: DictConfig) -> None:
     if OmegaConf.is_missing(config, "export"):
         raise InputError("export: is missing; name the file, as in python -m searches.verify best.json")
     fastest = FastestEngine.load(str(config.export))
-    export = Export.load(str(config.export)) if fastest is None else fastest.as_export()
+    export = Export.load(str(config.export)) if fastest is None else fastest.export
     name = export.config.label() if fastest is None else fastest.name
     if fastest is not None and config.target.device == "auto":
         config.target.device = "cpu"  # on which engines decode

@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -43,7 +44,7 @@ class FastestEngine:
             for name in (self.name, self.base):
                 check_text("race.rows.name", name)
                 _ = name in (PLAIN, WINNER) or self.race.settings(name)
-            self.as_export()
+            _ = self.export
         except (KeyError, TypeError, AttributeError, StopIteration) as error:
             raise InputError(f"export: {self.file} is damaged: {type(error).__name__}: {error}") from None
 
@@ -62,7 +63,7 @@ class FastestEngine:
             raise InputError(f"schema: {file} has {schema!r}; search again with engines=, which writes {SCHEMA!r}")
         return cls(record, Path(file)) if record is not None and schema == SCHEMA else None
 
-    @property
+    @cached_property
     def race(self) -> Race:
         """The race that measured it."""
         return Race.from_dict(self.record["race"])
@@ -77,8 +78,9 @@ class FastestEngine:
         """The fastest plain decoding; this library's where the fastest contender is a plain decoding itself."""
         return PLAIN if self.name == self.race.fastest_plain else self.race.fastest_plain
 
-    def as_export(self) -> Export:
-        """Return the target, the conditions and the evidence, with the configuration if this library drafts."""
+    @cached_property
+    def export(self) -> Export:
+        """The target, the conditions and the evidence, with the configuration if this library drafts."""
         race, record = self.race, self.record
         evidence = dict(race.fastest.measured)
         if self.name == race.fastest_plain:  # its speedup over ours is the inverse of ours over it
@@ -131,7 +133,7 @@ class FastestBackend(Backend):
         return names | {"target": self.target.digest, "machine": machine(self.target), "version": RESULTS_VERSION}
 
     def supports(self, method: str) -> str | None:
-        return None if method == self.claim.as_export().config.method else "it measures one contender of a race"
+        return None if method == self.claim.export.config.method else "it measures one contender of a race"
 
     def compare(self, asked: Comparison) -> Iterator[dict[str, Sample]]:
         """See :meth:`Backend.compare`; the only configuration stands for the fastest contender."""
@@ -151,7 +153,7 @@ class FastestBackend(Backend):
 
     def _contender(self, name: str) -> Contender:
         if name in (PLAIN, WINNER):
-            return Decoder.of(self.target, self.claim.as_export().config if name == WINNER else SpeculativeConfig())
+            return Decoder.of(self.target, self.claim.export.config if name == WINNER else SpeculativeConfig())
         if name not in self._peers:
             engine, settings = self.claim.race.settings(name)
             peer = EnginePeer(self.target, self.folder, engine, dtype=asked_dtype(self.target), **settings)

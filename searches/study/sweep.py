@@ -301,18 +301,8 @@ class Sweep:
         prompts, tokens = self.held_out.take(_RACED_PROMPTS), plan.measuring.max_new_tokens
         halves = self.tune.take(plan.measuring.prompts, self.first_prompt), prompts
         digests, drafts = [half.digest for half in halves], plan.space.values("draft_model", "draft_model")
-        asked = digest(
-            [
-                SCHEMA,
-                winner.to_dict(),
-                attachment_digests(winner),
-                plan.engines,
-                drafts,
-                digests,
-                tokens,
-                self.bench.conditions,
-            ]
-        )
+        ours = [winner.to_dict(), attachment_digests(winner), self.bench.conditions]
+        asked = digest([SCHEMA, ours, plan.engines, drafts, digests, tokens])
 
         def work() -> dict[str, Any]:
             stored = read_json(path)

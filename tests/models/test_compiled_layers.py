@@ -224,6 +224,17 @@ FUSED = "products of its layers cannot be fused with what surrounds them: "
 UNFUSED = "its layers cannot be compiled and run as they are: "
 
 
+def _decoded_in_two_widths() -> tuple[Any, Any]:
+    """Return a view and its cache after passes of two widths, whose results were those of passes without compiling."""
+    with torch.inference_mode(False):
+        model = build("llama")
+    view = decoding_view(model)
+    cache, plain = _caches(model, view, 12)
+    for width in (3, 1):
+        assert_close(*(forward(view, BLOCK[:width], held, last=width) for held in (cache, plain)))
+    return view, cache
+
+
 @pytest.mark.parametrize("failures", [1, 9])
 @torch.inference_mode()
 def test_one_failure_that_may_pass_costs_no_fusions(
@@ -242,12 +253,7 @@ def test_one_failure_that_may_pass_costs_no_fusions(
             raise RuntimeError("no") from error
 
     monkeypatch.setattr(module, "_compiled_run", lambda fuses: (asked.append(fuses), run)[1])
-    with torch.inference_mode(False):
-        model = build("llama")
-    view = decoding_view(model)
-    cache, plain = _caches(model, view, 12)
-    for width in (3, 1):
-        assert_close(*(forward(view, BLOCK[:width], held, last=width) for held in (cache, plain)))
+    _, cache = _decoded_in_two_widths()
     assert _compiled_passes(cache) == [failures == 1] * 2
     assert all(asked) == (failures == 1)
     assert caplog.records[0].message == "LlamaForCausalLM: its layers could not be compiled and are tried again: no"
@@ -269,12 +275,7 @@ def test_layers_that_cannot_be_compiled_run_with_fewer_fusions_or_as_they_are(
         return module._run if fuses not in wrong else _fail if fails else _double
 
     monkeypatch.setattr(module, "_compiled_run", compiled_run)
-    with torch.inference_mode(False):
-        model = build("llama")
-    view = decoding_view(model)
-    cache, plain = _caches(model, view, 12)
-    for width in (3, 1):
-        assert_close(*(forward(view, BLOCK[:width], held, last=width) for held in (cache, plain)))
+    view, cache = _decoded_in_two_widths()
     reason = "no" if fails else "the captured pass gives other results"
     assert [record.message for record in caplog.records] == [f"LlamaForCausalLM: {line}{reason}" for line in logged]
     assert _compiled_passes(cache) == [len(wrong) == 1] * 2
