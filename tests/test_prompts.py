@@ -105,7 +105,14 @@ def test_a_line_without_a_field_of_its_format_is_refused_by_name(
         published.load(_write(tmp_path / "bad.jsonl", ["[]"]))
 
 
-@pytest.mark.parametrize("content", [b"{}", gzip.compress(b'{"prompt": "x"}')[:-9], gzip.compress(b"\xff")])
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"{}", id="not packed"),
+        pytest.param(gzip.compress(b'{"prompt": "x"}')[:-9], id="cut off"),
+        pytest.param(gzip.compress(b"\xff"), id="not UTF-8"),
+    ],
+)
 def test_a_damaged_packed_file_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "some.jsonl.gz").write_bytes(content)
     with pytest.raises(PromptError, match="^prompts.path: cannot read .*some.jsonl.gz: "):
