@@ -185,8 +185,11 @@ void block(const Weight& of, const float* rows, float* results, int64_t panel) {
     for (int64_t input = 0; input < of.inputs; input += 2) {
       Words words[PANELS][2];
 #pragma GCC unroll 4
-      for (int p = 0; p < PANELS; ++p)
-        read_pair(of.panels + (panel + p) * of.panel_bytes() + input * PANEL * BITS / 8, tables, words[p]);
+      for (int p = 0; p < PANELS; ++p) {
+        const uint8_t* const at = of.panels + (panel + p) * of.panel_bytes() + input * PANEL * BITS / 8;
+        if (ROWS > 1) __builtin_prefetch(at + FETCHED), __builtin_prefetch(at + FETCHED + 64);
+        read_pair(at, tables, words[p]);
+      }
 #pragma GCC unroll 2
       for (int i = 0; i < 2; ++i) {
         Floats weights[2 * PANELS];
@@ -261,6 +264,26 @@ constexpr bool HAS_VNNI = true;
 constexpr bool HAS_VNNI = false;
 #endif
 
+// Rounds to the nearest integers; compilers call a function for every value.
+inline Ints nearest(Floats values) {
+#if LANES == 16
+  return reinterpret_cast<Ints>(_mm512_cvtps_epi32(values));
+#else
+  return reinterpret_cast<Ints>(_mm256_cvtps_epi32(values));
+#endif
+}
+
+// Stores integers of -128 to 127 in a byte each.
+inline void store_bytes(Ints values, int8_t* at) {
+#if LANES == 16
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(at), _mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(values)));
+#else
+  const __m256i all = reinterpret_cast<__m256i>(values);
+  const __m128i pairs = _mm_packs_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(at), _mm_packs_epi16(pairs, pairs));
+#endif
+}
+
 // Rows whose values are rounded to 8 bits, in the blocks of a weight: value is about code * scale. `sums` are those of the
 // rounded values of a block.
 struct Rounded {
@@ -283,7 +306,14 @@ struct Rounded {
       std::memcpy(&largest, &bits, sizeof largest);
       const float factor = largest > 1e-30f ? most / largest : 0;  // of smaller ones it overflows
       int32_t sum = 0;
-      for (int64_t i = 0; i < block; ++i) {
+      int64_t i = 0;
+      Ints added = {};
+      for (; i + LANES <= block; i += LANES) {
+        const Ints rounded = nearest(load(values + i) * factor);
+        store_bytes(rounded, codes.data() + number * block + i), added += rounded;
+      }
+      for (int lane = 0; lane < LANES; ++lane) sum += added[lane];
+      for (; i < block; ++i) {
         const int32_t code = static_cast<int32_t>(std::nearbyint(values[i] * factor));
         codes[number * block + i] = static_cast<int8_t>(code), sum += code;
       }
@@ -317,6 +347,7 @@ void integer_block(const Weight& of, const Rounded& rounded, int64_t row, float*
     Ints dots[ROWS][2] = {};
     for (int64_t input = number * of.block; input < (number + 1) * of.block; input += TOGETHER) {
       Ints both[2];
+      if (BITS == 4 && ROWS > 1) __builtin_prefetch(codes + 1024);
       std::memcpy(&both[0], codes, sizeof(Ints)), codes += sizeof(Ints);
       if (BITS == 8)
         std::memcpy(&both[1], codes, sizeof(Ints)), codes += sizeof(Ints);

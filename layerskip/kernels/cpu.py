@@ -360,10 +360,8 @@ class DecoderStack:
         self._addresses = (ctypes.c_void_p * len(layers))(*map(ctypes.addressof, layers))
         self._keys, self._values, self._decode = _pointers(keys), _pointers(values), _library().decode
 
-    def __call__(
-        self, hidden: Tensor, positions: tuple[Tensor, Tensor], start: int, seen: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        """Return the hidden states ``[1, n, H]`` after each layer, and write keys and values after ``start`` positions.
+    def __call__(self, hidden: Tensor, positions: tuple[Tensor, Tensor], start: int, seen: Tensor | None) -> Tensor:
+        """Return the hidden states ``[layers, 1, n, H]`` after each layer; write keys and values after ``start`` positions.
 
         Args:
             hidden: ``[1, n, H]`` float32, before the first layer.
@@ -390,7 +388,7 @@ class DecoderStack:
             0 if seen is None else seen.stride(2),
             _threads(),
         )
-        return outputs.unbind()
+        return outputs
 
 
 @contextlib.contextmanager

@@ -51,10 +51,10 @@ def fuse_layers(tree: Tree) -> Tree:
         kind: Any = type(module)
         if "forward" in vars(module) or isinstance(module, (_Norm, _DecoderLayer)):  # a replaced forward may do more
             continue
-        if _uses(module, _NORM, _NORM_MAY_USE) and (terms := _terms_of_norm(module)) is not None:
+        if uses(module, _NORM, _NORM_MAY_USE) and (terms := _terms_of_norm(module)) is not None:
             module.offset, module.epsilon = terms
             module.__class__ = _fused(_Norm, kind)
-        elif _uses(module, _LAYER, _LAYER_MAY_USE):
+        elif uses(module, _LAYER, _LAYER_MAY_USE):
             module.state = _State()
             module.__class__ = _fused(_DecoderLayer, kind)
     for parent in tree.modules():
@@ -69,6 +69,12 @@ def fuse_layers(tree: Tree) -> Tree:
 def is_whole_layer(module: nn.Module) -> bool:
     """Return whether a module may run as one call, once a pass has shown its form; its attention gets its mask."""
     return isinstance(module, _DecoderLayer)
+
+
+def run_of(layers: Sequence[Any], cache: KVCache) -> DecoderStack | None:
+    """Return what computes some layers in one call, as a text has shown; None if there is none, or the text is another."""
+    run = layers[0].state.run if isinstance(layers[0], _DecoderLayer) else None
+    return run.stack if run is not None and run.is_known(len(layers)) and run.serves(cache) else None
 
 
 class RowStacks:
@@ -109,7 +115,7 @@ class _Norm(nn.Module):
     epsilon: float  # what is added to the mean of the squares
 
     def forward(self, hidden: Tensor) -> Any:
-        factors = self.factors(hidden.shape[-1]) if _is_step(self, hidden, _NORMED_ROWS) else None
+        factors = self.factors(hidden.shape[-1]) if is_step(self, hidden, _NORMED_ROWS) else None
         return self.own.forward(self, hidden) if factors is None else normalise(hidden, *factors)
 
     def factors(self, width: int) -> tuple[Tensor, float] | None:
@@ -140,7 +146,7 @@ def _activation(function: Any) -> int | None:
     return next((n for n, other in known if torch.allclose(own, other(grid), rtol=0, atol=1e-6)), None)
 
 
-def _is_step(module: nn.Module, rows: Any, most: int) -> bool:
+def is_step(module: nn.Module, rows: Any, most: int) -> bool:
     """Return whether an input of a module is that of a decoding step: at most so many rows, without gradients."""
     return (
         isinstance(rows, Tensor)
@@ -237,9 +243,13 @@ class _Run:
         known = self._cache() is cache and self._hooks == RemovableHandle.next_id and cache.length >= self._begin
         return known and all(state.follows is not False for state in self._followers)
 
+    def is_known(self, count: int) -> bool:
+        """Return whether it has a number of layers, of which each is known to follow the one before."""
+        return len(self._followers) == count - 1 and all(state.follows for state in self._followers)
+
     def compute(self, hidden: Tensor, mask: Tensor | None, positions: Any, cache: KVCache) -> Tensor:
         """Return the result of the first layer, and give the others theirs."""
-        outputs = self.stack(hidden, positions, cache.length, mask)
+        outputs = self.stack(hidden, positions, cache.length, mask).unbind()
         for state, before, output in zip(self._followers, outputs, outputs[1:], strict=False):
             state.ahead = (before, mask, positions, self._cache), output, None if state.follows else before.clone()
         return outputs[0]
@@ -284,7 +294,7 @@ class _DecoderLayer(nn.Module):
 
     def _run(self, hidden: Any, mask: Any, positions: Any, cache: Any) -> _Run | None:
         """Return what computes this layer and those that follow it; None where it has another form, or this is no step."""
-        if type(cache) is not KVCache or not _is_step(self, hidden, MOST_ROWS) or hidden.dim() != 3 or len(hidden) != 1:
+        if type(cache) is not KVCache or not is_step(self, hidden, MOST_ROWS) or hidden.dim() != 3 or len(hidden) != 1:
             return None
         state, count, length = self.state, hidden.shape[1], cache.length + hidden.shape[1]
         if state.run is None or not state.run.serves(cache):
@@ -339,7 +349,7 @@ class _DecoderLayer(nn.Module):
     def _pack(self) -> DecoderLayer | None:
         module: Any = self
         attention, mlp = module.self_attn, module.mlp
-        if not _uses(attention, _ATTENTION, _ATTENTION_MAY_USE) or not _uses(mlp, _MLP):
+        if not uses(attention, _ATTENTION, _ATTENTION_MAY_USE) or not uses(mlp, _MLP):
             return None
         kept = [child for child in self.children() if not is_skipped(child)]
         changed = any(_is_changed(part) for child in kept for part in child.modules())
@@ -422,7 +432,7 @@ def _is_plain(tensor: Tensor) -> bool:
     return usual and type(tensor) in (Tensor, nn.Parameter)
 
 
-def _uses(module: Any, needed: str, possible: str = "") -> bool:
+def uses(module: Any, needed: str, possible: str = "") -> bool:
     """Return whether the ``forward`` of a module uses all needed names, and others only as far as they are possible."""
     kind: Any = type(module)
     return set(needed.split()) <= _names(kind) <= {*needed.split(), *possible.split()}

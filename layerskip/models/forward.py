@@ -1,6 +1,6 @@
 """The forward pass on a :class:`~layerskip.models.cache.KVCache` that target, draft view and draft model share.
 
-It writes keys and values after ``cache.length``, which stays. EAGLE calls its hidden states features (arXiv 2401.15077).
+It writes keys and values after ``cache.length``, which stays.
 """
 
 from __future__ import annotations
@@ -8,50 +8,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from layerskip.models.compiled_layers import path_of_layers
+from layerskip.models.cache import KVCache
+from layerskip.models.features import Features, collecting
 from layerskip.models.graph_capture import CapturingCache, padded_count
 from layerskip.models.weights import is_split
-
-
-class Features:
-    """Receives the hidden states ``[n, H]`` of the last pass that the output layer reads: the output of the model's body."""
-
-    states: Tensor
-
-
-_receivers = weakref.WeakKeyDictionary[nn.Module, Features | None]()
-
-
-@contextlib.contextmanager
-def _collecting(model: nn.Module, features: Features) -> Iterator[None]:
-    body = _body(model)
-    if body not in _receivers:  # hooked once, because layers on a CPU prepare their calls again after any hook was added
-        body.register_forward_hook(_receive)
-    _receivers[body] = features
-    try:
-        yield
-    finally:
-        _receivers[body] = None
-
-
-def _receive(body: nn.Module, _args: Any, output: Any) -> None:
-    if (receiver := _receivers.get(body)) is not None:
-        receiver.states = output[0][0]
-
-
-def _body(model: nn.Module) -> nn.Module:
-    """Return a causal language model without its output layer."""
-    name = str(getattr(model, "base_model_prefix", ""))
-    # Llama 4's text model names a body that only its multimodal version has.
-    return model.get_submodule(name if hasattr(model, name) else (path_of_layers(model) or "").rpartition(".")[0])
 
 
 def forward(
@@ -97,6 +63,13 @@ def _captured_forward(
 def _forward(
     model: nn.Module, tokens: Tensor, cache: Cache, last: int, positions: Tensor | None, features: Features | None
 ) -> Tensor:
+    fused: Any = vars(model).get("cpu_pass")  # of :mod:`layerskip.models.cpu_pass`
+    usual = fused is not None and positions is None and type(cache) is KVCache
+    if usual and (found := fused(tokens, cache, last)) is not None:
+        if features is not None:
+            features.states = found[0]
+        own: Tensor = found[1]
+        return own
     size, options = tokens.shape[0], dict[str, Any]()
     if last < size and _has_logits_to_keep(type(model)):  # type: ignore[arg-type]
         # An int becomes a slice, for which torch copies the whole output layer where that needs no gradient.
@@ -104,7 +77,7 @@ def _forward(
         options["logits_to_keep"] = torch.arange(size - last, size, device="cpu" if is_split(model) else tokens.device)
     if positions is not None:
         options["position_ids"] = positions[None]
-    with contextlib.nullcontext() if features is None else _collecting(model, features):
+    with contextlib.nullcontext() if features is None else collecting(model, features):
         output = model(input_ids=tokens[None], past_key_values=cache, use_cache=True, return_dict=True, **options)
     logits: Tensor = output.logits
     return logits[0, logits.shape[1] - last :]

@@ -22,6 +22,7 @@ from layerskip.models.attention import use_grouped_attention
 from layerskip.models.cache import KVCache
 from layerskip.models.compiled_layers import compile_mode, set_compiling
 from layerskip.models.cpu_layers import fuse_layers, is_whole_layer
+from layerskip.models.cpu_pass import fuse_pass
 from layerskip.models.forward import forward
 from layerskip.models.packing import (
     copy_bytes,
@@ -163,12 +164,13 @@ def _learned(view: PreTrainedModel) -> PreTrainedModel:
     """Run a few steps of a view whose layers may run in few calls, so that its first text is computed as later ones are."""
     if any(map(is_whole_layer, view.modules())) and not view.training:
         text = view.config.get_text_config(decoder=True)
-        cache = KVCache(text.num_hidden_layers, sum(_STEPS))
+        cache = KVCache(text.num_hidden_layers, sum(_STEPS) + 2)
         with torch.inference_mode():
             for count in _STEPS:
                 tokens = torch.arange(1, count + 1) + cache.length
                 forward(view, tokens % text.vocab_size, cache, 1)
                 cache.length += count
+            fuse_pass(view, torch.arange(1, 3), cache)
     return view
 
 

@@ -1,0 +1,105 @@
+"""A whole pass of a causal language model over a few tokens on a CPU, if its layers run in one call.
+
+A model's own ``forward`` takes about a millisecond of Python, a fifth of a draft of few bits. Here, its modules are called
+one after the other. No model code is copied and no family is named. A model has the usual form if its ``forward`` uses no
+other names than that form does, and if first results equal those of its own ``forward`` bit by bit.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from layerskip.kernels.cpu import MOST_ROWS, DecoderStack
+from layerskip.models.architecture import is_skipped
+from layerskip.models.cache import KVCache
+from layerskip.models.cpu_layers import is_step, run_of, uses
+from layerskip.models.features import body_of, receive
+
+_BODY = "arange create_causal_mask embed_tokens get_seq_length layers norm rotary_emb"
+_BODY_MAY_USE = (
+    "BaseModelOutputWithPast DynamicCache ValueError config create_sliding_window_causal_mask device dict enumerate "
+    "has_sliding_layers isinstance layer_types num_hidden_layers shape sliding_window torch unsqueeze"
+)
+_MODEL = "CausalLMOutputWithPast last_hidden_state lm_head model"
+_MODEL_MAY_USE = (
+    "attentions config hidden_states int isinstance loss_function past_key_values slice slice_logits_to_keep vocab_size"
+)
+
+
+class CpuPass:
+    """The passes of a model of the usual form over a text, once its first passes have shown that layers run in one call.
+
+    Raises:
+        ValueError: the model has another form.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._body: Any = body_of(model)
+        usual = uses(model, _MODEL, _MODEL_MAY_USE) and uses(self._body, _BODY, _BODY_MAY_USE) and _sees_all(model)
+        self._model, self._output = model, model.get_output_embeddings()
+        self._layers = [layer for layer in getattr(self._body, "layers", ()) if not is_skipped(layer)]
+        if not usual or not self._layers:
+            raise ValueError(f"{type(model).__name__} has another form")
+        self._stack: weakref.ref[DecoderStack] | None = None  # that of the last text
+        self._is_heard = False  # whether hooks, or another ``forward``, want to know of its passes
+
+    def __call__(self, tokens: Tensor, cache: KVCache, last: int) -> tuple[Tensor, Tensor] | None:
+        """Return the hidden states ``[n, H]`` that the output layer reads, and the last logits ``[last, V]``.
+
+        ``tokens`` are ``[n]`` int64. None where the model's own ``forward`` must run: at the start of a text, over many
+        tokens, or after a hook was added.
+        """
+        count, start, body = tokens.shape[0], cache.length, self._body
+        stack = run_of(self._layers, cache) if count <= MOST_ROWS and start + count <= cache.max_length else None
+        if stack is None or self._hears(stack):
+            return None
+        hidden = body.embed_tokens(tokens[None])
+        if not is_step(self._model, hidden, MOST_ROWS):
+            return None
+        positions = body.rotary_emb(hidden, torch.arange(start, start + count)[None])
+        seen = None if count == 1 else torch.ones(1, 1, count, start + count, dtype=torch.bool).tril_(start)
+        states = body.norm(stack(hidden, positions, start, seen)[-1])
+        return states[0], self._output(states[:, count - last :])[0]
+
+    def _hears(self, stack: DecoderStack) -> bool:
+        """Return whether something wants to know of the passes of a text; made again after hooks were added anywhere."""
+        if self._stack is None or self._stack() is not stack:
+            body = self._body
+            around = self._model, body, body.embed_tokens, body.rotary_emb, body.norm, self._output, *self._layers
+            self._stack, self._is_heard = weakref.ref(stack), any(map(_is_heard, around))
+        return self._is_heard
+
+
+def fuse_pass(view: PreTrainedModel, tokens: Tensor, cache: KVCache) -> None:
+    """Let few tokens pass a view without its own ``forward`` from now on, if it has the usual form.
+
+    Args:
+        tokens: ``[2]`` int64, which follow a text that has shown how the layers run.
+    """
+    try:
+        fused = CpuPass(view)
+    except ValueError:
+        return
+    for count in (1, 2):
+        found = fused(tokens[:count], cache, count)
+        expected = view(input_ids=tokens[None, :count], past_key_values=cache, use_cache=True).logits[0]
+        if found is None or not torch.equal(found[1], expected):
+            return
+    vars(view)["cpu_pass"] = fused
+
+
+def _is_heard(module: Any) -> bool:
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return "forward" in vars(module) or any(hook is not receive for hook in hooks)
+
+
+def _sees_all(model: PreTrainedModel) -> bool:
+    """Return whether every layer attends to all positions before."""
+    config: Any = model.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None)
+    return set(kinds) == {"full_attention"} if kinds else getattr(config, "sliding_window", None) is None
