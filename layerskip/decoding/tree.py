@@ -24,6 +24,7 @@ from layerskip.models.architecture import UnsupportedModel, architecture, check_
 from layerskip.models.cache import KVCache
 from layerskip.models.compiled_layers import eager_only
 from layerskip.models.cpu_layers import is_whole_layer
+from layerskip.models.cpu_pass import CpuPass
 from layerskip.models.features import Features
 from layerskip.models.forward import forward
 from layerskip.models.graph_capture import CapturingCache, padded_count
@@ -51,12 +52,15 @@ class TreeModel:
         self._shape: tuple[Tensor, Tensor, Tensor] | None = None  # of the running pass: depths, ancestors, cache columns
         self._keys = 0  # columns of its mask
         self._masks: dict[tuple[int, torch.device], tuple[Any, Tensor]] = {}
+        self._fused: CpuPass | None = vars(self.view).pop("cpu_pass", None)  # without a tree's mask it would be wrong
         blocks = self.view.get_submodule(found.path)
         for index, block in enumerate(found.blocks):
             layer = blocks.get_submodule(str(index))
             whole = is_whole_layer(layer)
             for child in [layer] if whole else [layer.get_submodule(name) for name in block.attention]:
                 child.forward = self._gated(child.forward)
+                if self._fused is not None:
+                    self._fused.harmless.add(child.forward)
         self._check(model)
 
     def _gated(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,7 +121,16 @@ class TreeModel:
         self._shape, self._masks = (depths, ancestors, columns), {}
         self._keys = cache.get_mask_sizes(block.shape[0], 0)[0]
         try:
-            logits = forward(self.view, block, cache, block.shape[0], depths + cache.position, features)
+            found = None
+            if self._fused is not None and type(cache) is KVCache:
+                mask = self._tree_mask(None, block.device)
+                found = self._fused(block, cache, block.shape[0], depths + cache.length, mask)
+            if found is None:
+                logits = forward(self.view, block, cache, block.shape[0], depths + cache.position, features)
+            else:
+                states, logits = found
+                if features is not None:
+                    features.states = states
         finally:
             self._shape, self._masks = None, {}
         return (logits,) if features is None else (logits, features.states)

@@ -248,6 +248,8 @@ class IntegerWeight(BlockWeight):
 
     def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute as few rows are computed, however many there are: a scan replays drafts."""
+        if hidden.numel() <= MOST_ROWS * self.inputs:
+            return super().__call__(hidden, bias)
         parts = torch.split(hidden.reshape(-1, hidden.shape[-1]), MOST_ROWS)
         output = torch.cat([super(IntegerWeight, self).__call__(rows, bias) for rows in parts])
         return output.view(*hidden.shape[:-1], self.outputs)

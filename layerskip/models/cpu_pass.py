@@ -45,14 +45,21 @@ class CpuPass:
         self._layers = [layer for layer in getattr(self._body, "layers", ()) if not is_skipped(layer)]
         if not usual or not self._layers:
             raise ValueError(f"{type(model).__name__} has another form")
+        self.harmless: set[Any] = {receive}  # hooks, and other ``forward`` of layers, that need not know of a pass
         self._stack: weakref.ref[DecoderStack] | None = None  # that of the last text
         self._is_heard = False  # whether hooks, or another ``forward``, want to know of its passes
 
-    def __call__(self, tokens: Tensor, cache: KVCache, last: int) -> tuple[Tensor, Tensor] | None:
+    def __call__(
+        self, tokens: Tensor, cache: KVCache, last: int, positions: Tensor | None = None, seen: Tensor | None = None
+    ) -> tuple[Tensor, Tensor] | None:
         """Return the hidden states ``[n, H]`` that the output layer reads, and the last logits ``[last, V]``.
 
-        ``tokens`` are ``[n]`` int64. None where the model's own ``forward`` must run: at the start of a text, over many
-        tokens, or after a hook was added.
+        None where the model's own ``forward`` must run: at the start of a text, over many tokens, or after a hook was added.
+
+        Args:
+            tokens: ``[n]`` int64.
+            positions: ``[n]`` int64; None for those that follow the cache.
+            seen: ``[1, 1, n, length + n]`` bool, the positions that each token sees; None for all before it.
         """
         count, start, body = tokens.shape[0], cache.length, self._body
         stack = run_of(self._layers, cache) if count <= MOST_ROWS and start + count <= cache.max_length else None
@@ -61,9 +68,10 @@ class CpuPass:
         hidden = body.embed_tokens(tokens[None])
         if not is_step(self._model, hidden, MOST_ROWS):
             return None
-        positions = body.rotary_emb(hidden, torch.arange(start, start + count)[None])
-        seen = None if count == 1 else torch.ones(1, 1, count, start + count, dtype=torch.bool).tril_(start)
-        states = body.norm(stack(hidden, positions, start, seen)[-1])
+        positions = torch.arange(start, start + count) if positions is None else positions
+        if seen is None and count > 1:
+            seen = torch.ones(1, 1, count, start + count, dtype=torch.bool).tril_(start)
+        states = body.norm(stack(hidden, body.rotary_emb(hidden, positions[None]), start, seen)[-1])
         return states[0], self._output(states[:, count - last :])[0]
 
     def _hears(self, stack: DecoderStack) -> bool:
@@ -71,8 +79,12 @@ class CpuPass:
         if self._stack is None or self._stack() is not stack:
             body = self._body
             around = self._model, body, body.embed_tokens, body.rotary_emb, body.norm, self._output, *self._layers
-            self._stack, self._is_heard = weakref.ref(stack), any(map(_is_heard, around))
+            self._stack, self._is_heard = weakref.ref(stack), not all(map(self._is_deaf, around))
         return self._is_heard
+
+    def _is_deaf(self, module: Any) -> bool:
+        hooks = {*module._forward_pre_hooks.values(), *module._forward_hooks.values(), vars(module).get("forward")}
+        return hooks <= {None, *self.harmless}
 
 
 def fuse_pass(view: PreTrainedModel, tokens: Tensor, cache: KVCache) -> None:
@@ -91,11 +103,6 @@ def fuse_pass(view: PreTrainedModel, tokens: Tensor, cache: KVCache) -> None:
         if found is None or not torch.equal(found[1], expected):
             return
     vars(view)["cpu_pass"] = fused
-
-
-def _is_heard(module: Any) -> bool:
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    return "forward" in vars(module) or any(hook is not receive for hook in hooks)
 
 
 def _sees_all(model: PreTrainedModel) -> bool:

@@ -1,4 +1,4 @@
-"""Decoder layers in few calls on a CPU, against the modules of transformers that they replace."""
+"""Decoder layers in few calls on a CPU, and the pass around them, against the modules of transformers that they replace."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from layerskip.kernels.cpu import DecoderStack, has_kernels
 from layerskip.models import loading, packing
 from layerskip.models.cache import KVCache
 from layerskip.models.cpu_layers import _DecoderLayer, _Norm
+from layerskip.models.features import Features
 from layerskip.models.forward import forward
 from layerskip.models.loading import load_draft
 from layerskip.models.packing import set_packing
@@ -37,7 +38,9 @@ def small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def in_bfloat16(family: str = "llama") -> PreTrainedModel:
     """A tiny float32 model whose weights are those of a bfloat16 checkpoint, unless its name says otherwise."""
-    model: PreTrainedModel = build(family.removesuffix(" in float32"))
+    name, _, without = family.removesuffix(" in float32").partition(" without ")
+    changes = ({"layer_types": ("full_attention",)} if "qwen" in name else {}) | {"sliding_window": None} if without else {}
+    model: PreTrainedModel = build(name, **changes)
     model = model if family.endswith("in float32") else model.bfloat16().float()
     set_packing(model, True)
     return model
@@ -263,7 +266,81 @@ def test_hooks_and_replaced_forwards_of_parts_run(name: str, is_hook: bool) -> N
     assert set(called) == {name}
 
 
-def test_a_branch_of_a_tree_equals_plain_decoding_bit_by_bit() -> None:
+@pytest.fixture
+def own_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of tokens of the passes through the ``forward`` of models."""
+    counts, compute = list[int](), nn.Module.__call__
+
+    def counted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self, PreTrainedModel) and "input_ids" in kwargs and "logits_to_keep" in kwargs:
+            counts.append(kwargs["input_ids"].shape[1])
+            import traceback
+
+            print(id(self), type(self).__name__, "".join(traceback.format_stack()[-6:-1]))
+        return compute(self, *args, **kwargs)
+
+    monkeypatch.setattr(nn.Module, "__call__", counted)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("family", "is_usual"),
+    [
+        ("llama", True),
+        ("qwen2", False),  # windows
+        ("qwen2 without windows", True),
+        ("qwen3 without windows", True),
+        ("mistral", False),
+        ("mistral without windows", True),
+        ("gemma", True),
+        ("gemma3_text", False),
+        ("ministral", False),
+        ("granite", False),  # scaled logits
+        ("phi3", False),  # layers of another form
+    ],
+)
+def test_a_pass_of_the_usual_form_calls_no_forward_of_the_model(family: str, is_usual: bool, own_passes: list[int]) -> None:
+    """Logits and features are those of that ``forward``, bit by bit."""
+    model, text = in_bfloat16(family), tokens_of(60)
+    usual, own = shared_copy(model), shared_copy(model)
+    vars(own).pop("cpu_pass", None)
+    assert ("cpu_pass" in vars(usual)) == is_usual
+    caches = [KVCache(model.config.num_hidden_layers, 64) for _ in range(2)]
+    with torch.inference_mode():
+        for view, cache in zip((usual, own), caches, strict=True):
+            forward(view, text[:30], cache, 1, features=Features())
+            cache.length = 30
+        for view, cache in zip((usual, own), caches, strict=True):
+            forward(view, text[30:31], cache, 1)
+        own_passes.clear()
+        for count, last in ((1, 0), (3, 2), (1, 0), (24, 1)):
+            results = []
+            for view, cache in zip((usual, own), caches, strict=True):
+                features, block = Features(), text[cache.length : cache.length + count]
+                logits = forward(view, block, cache, last, features=features)
+                cache.length += count
+                results += [logits, features.states]
+            assert torch.equal(results[0], results[2])
+            assert torch.equal(results[1], results[3])
+    assert own_passes == [count for count in (1, 3, 1, 24) for _ in range(1 if is_usual else 2)]
+
+
+@pytest.mark.parametrize("name", ["", "model", "model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"])
+@pytest.mark.parametrize("is_hook", [True, False])
+def test_hooks_and_replaced_forwards_around_layers_run(name: str, is_hook: bool) -> None:
+    view, called = shared_copy(in_bfloat16()), list[str]()
+    step(view, 4)
+    part = view.get_submodule(name)
+    original = part.forward
+    if is_hook:
+        part.register_forward_hook(lambda *_: called.append(name))
+    else:
+        part.forward = lambda *args, **kwargs: (called.append(name), original(*args, **kwargs))[1]
+    step(view)
+    assert called == [name] * 2
+
+
+def test_a_branch_of_a_tree_equals_plain_decoding_bit_by_bit(own_passes: list[int]) -> None:
     model, text = in_bfloat16(), tokens_of(40)
     view, tree, start = decoding_view(model), TreeModel(model), 30
     alone, together = (KVCache(model.config.num_hidden_layers, 64) for _ in range(2))
@@ -274,7 +351,9 @@ def test_a_branch_of_a_tree_equals_plain_decoding_bit_by_bit() -> None:
             cache.length = start
         for _ in range(4):  # until layers run in their forms
             forward(view, text[start : start + 1], alone, 1)
+            own_passes.clear()
             nodes = tree.run(text[start : start + 6], (-1, -1, 1, 0, 2), together)
+        assert not own_passes
         for node in (0, 2, 3, 5):
             assert torch.equal(forward(view, text[start + node, None], alone, 1)[0], nodes[node])
             alone.length += 1
