@@ -130,7 +130,7 @@ class RetryingStorage(_Storage):  # type: ignore[misc]
             try:
                 return self._retry(method)
             finally:
-                if not name.startswith("get_"):
+                if not name.startswith("get_") and name not in _UNAFFECTED:
                     self._read.clear()
 
         return call

@@ -45,7 +45,7 @@ from searches.study.bench import ModelBench
 from searches.study.budget import FINALS, OPENING, PREDICTIONS, TRIALS, Budget
 from searches.study.cascade_costs import CostTimer, draft_cost, verify_cost
 from searches.study.finals import Finals, RunControl, measure_finals
-from searches.study.leaderboard import leader_line, leaderboard, trial_line
+from searches.study.leaderboard import leader_line, leaderboard, leading, trial_line
 from searches.study.objective import Objective
 from searches.study.plan import Plan, default_name, describe
 from searches.study.pruning import BoundEstimator
@@ -159,6 +159,7 @@ class Sweep:
         self.bench = ModelBench(plan.backend, plan.sampling, plan.measuring.max_new_tokens, plan.workload)
         self.view = self.reports.view(study, folder, plan.settings.n_trials, self.pool)
         self.publisher = self.reports.publisher(plan, study, self.tracker, folder)
+        self._exported: int | str | None = "nothing"  # the number of the trial of the leader; None for plain decoding
 
     def compare_arms(self) -> None:
         """Compare the drafters that need no preparation, whose trials are the study's first."""
@@ -245,9 +246,14 @@ class Sweep:
             return run_trials(study, objective, settings, on_trial, starts, self.pool, seconds_left)
 
     def _export_leader(self) -> None:
-        """Export the leader provisionally, and name it in the progress."""
+        """Export the leader provisionally, if it is another one, and name it in the progress."""
+        leader = leading(self.study)
+        number, path = None if leader is None else leader.number, self.folder / "best.json"
+        if number == self._exported and path.exists():
+            return
+        self._exported = number
         if self.publisher.publish_provisional(self.tune, self.budget.spent) and not self.progress.leader:
-            say(f"wrote {self.folder / 'best.json'}, provisional until the finals")
+            say(f"wrote {path}, provisional until the finals")
         self.progress.leader = leader_line(self.study)
 
     def _begin(self, stage: str, is_alone: bool = False) -> None:

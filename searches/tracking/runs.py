@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, ViewType
+from mlflow.entities import Dataset, DatasetInput, InputTag, LifecycleStage, Metric, Param, Run, ViewType
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT, MLFLOW_LOGGED_ARTIFACTS
@@ -105,6 +105,8 @@ class StudyRun:
     id: str | None = None
     is_checked: bool = False
     """Whether the run was there at the last write; False looks for it before the next one."""
+    is_new: bool = False
+    """Whether this process has just made the run, as another one may have; the next look is for both."""
 
     def current(self) -> str:
         """Return the identifier of the run, which is made again if it was deleted."""
@@ -128,8 +130,19 @@ class StudyRun:
         """Return the runs of the study and its trials whose tags meet a condition, the latest first."""
         return self.store.search(f"tags.study_id = '{self.identity}' and tags.{condition}", view)
 
+    def _is_active(self, run_id: str) -> bool:
+        try:
+            return bool(self.store.client.get_run(run_id).info.lifecycle_stage == LifecycleStage.ACTIVE)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return False
+
     def _find(self) -> str:
-        client, found = self.store.client, self.found()[-1:]
+        client = self.store.client
+        if self.id is not None and not self.is_new and self._is_active(self.id):
+            return self.id
+        found, self.is_new = self.found()[-1:], False
         if self.id is not None and self.id in [run.info.run_id for run in found]:
             return self.id
         deleted = self.found(ViewType.DELETED_ONLY)
@@ -138,7 +151,7 @@ class StudyRun:
             client.update_run(run_id, status="RUNNING")
         else:
             own = {"study": self.name, "study_id": self.identity, "role": self.role}
-            run_id = self.store.create(self.name, own | dict(self.tags))
+            run_id, self.is_new = self.store.create(self.name, own | dict(self.tags)), True
             if deleted:
                 print(f"tracking.uri: the run of {self.name} was deleted; it is made again", flush=True)
         for name, text in self.texts.items():
