@@ -60,7 +60,7 @@ class TreeModel:
             for child in [layer] if whole else [layer.get_submodule(name) for name in block.attention]:
                 child.forward = self._gated(child.forward)
                 if self._fused is not None:
-                    self._fused.harmless.add(child.forward)
+                    self._fused.harmless.append(child.forward)
         self._check(model)
 
     def _gated(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,7 +124,7 @@ class TreeModel:
             found = None
             if self._fused is not None and type(cache) is KVCache:
                 mask = self._tree_mask(None, block.device)
-                found = self._fused(block, cache, block.shape[0], depths + cache.length, mask)
+                found = self._fused(self.view, block, cache, block.shape[0], depths + cache.length, mask)
             if found is None:
                 logits = forward(self.view, block, cache, block.shape[0], depths + cache.position, features)
             else:

@@ -442,7 +442,10 @@ def uses(module: Any, needed: str, possible: str = "") -> bool:
 def _names(module: Any) -> frozenset[str]:
     """Return the names that the ``forward`` of a type uses, with those of the ``_norm`` that some norms call."""
     functions = [inspect.unwrap(getattr(module, name)) for name in ("forward", "_norm") if hasattr(module, name)]
-    return frozenset(name for function in functions if hasattr(function, "__code__") for name in function.__code__.co_names)
+    codes = [function.__code__ for function in functions if hasattr(function, "__code__")]
+    for code in codes:
+        codes += [each for each in code.co_consts if inspect.iscode(each)]  # comprehensions and functions within
+    return frozenset(name for code in codes for name in code.co_names)
 
 
 @functools.cache

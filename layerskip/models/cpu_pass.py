@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import _has_any_global_hook
 from transformers import PreTrainedModel
 
 from layerskip.kernels.cpu import MOST_ROWS, DecoderStack
@@ -34,57 +35,75 @@ _MODEL_MAY_USE = (
 class CpuPass:
     """The passes of a model of the usual form over a text, once its first passes have shown that layers run in one call.
 
+    It does not refer to the model, which refers to it.
+
     Raises:
         ValueError: the model has another form.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._body: Any = body_of(model)
-        usual = uses(model, _MODEL, _MODEL_MAY_USE) and uses(self._body, _BODY, _BODY_MAY_USE) and _sees_all(model)
-        self._model, self._output = model, model.get_output_embeddings()
-        self._layers = [layer for layer in getattr(self._body, "layers", ()) if not is_skipped(layer)]
+        body = body_of(model)
+        usual = uses(model, _MODEL, _MODEL_MAY_USE) and uses(body, _BODY, _BODY_MAY_USE) and _sees_all(model)
+        self._layers = _kept_layers(body)
         if not usual or not self._layers:
             raise ValueError(f"{type(model).__name__} has another form")
-        self.harmless: set[Any] = {receive}  # hooks, and other ``forward`` of layers, that need not know of a pass
+        self.harmless: list[Any] = [receive]  # hooks, and other ``forward`` of layers, that need not know of a pass
         self._stack: weakref.ref[DecoderStack] | None = None  # that of the last text
-        self._is_heard = False  # whether hooks, or another ``forward``, want to know of its passes
+        self._is_hooked = False  # whether hooks want to know of its passes
 
     def __call__(
-        self, tokens: Tensor, cache: KVCache, last: int, positions: Tensor | None = None, seen: Tensor | None = None
+        self,
+        model: PreTrainedModel,
+        tokens: Tensor,
+        cache: KVCache,
+        last: int,
+        positions: Tensor | None = None,
+        seen: Tensor | None = None,
     ) -> tuple[Tensor, Tensor] | None:
         """Return the hidden states ``[n, H]`` that the output layer reads, and the last logits ``[last, V]``.
 
         None where the model's own ``forward`` must run: at the start of a text, over many tokens, or after a hook was added.
 
         Args:
+            model: the one that it was made for, as it is now.
             tokens: ``[n]`` int64.
             positions: ``[n]`` int64; None for those that follow the cache.
             seen: ``[1, 1, n, length + n]`` bool, the positions that each token sees; None for all before it.
         """
-        count, start, body = tokens.shape[0], cache.length, self._body
+        count, start, device = tokens.shape[0], cache.length, tokens.device
         stack = run_of(self._layers, cache) if count <= MOST_ROWS and start + count <= cache.max_length else None
-        if stack is None or self._hears(stack):
+        if stack is None:
+            return None
+        body: Any = body_of(model)
+        replaced = (vars(module).get("forward") for module in (model, body, *self._layers))
+        if not all(map(self._is_harmless, replaced)) or self._has_hooks(stack, model, body):
             return None
         hidden = body.embed_tokens(tokens[None])
-        if not is_step(self._model, hidden, MOST_ROWS):
+        if not all(is_step(module, hidden, MOST_ROWS) for module in (model, body, self._layers[0])):
             return None
-        positions = torch.arange(start, start + count) if positions is None else positions
+        positions = torch.arange(start, start + count, device=device) if positions is None else positions
         if seen is None and count > 1:
-            seen = torch.ones(1, 1, count, start + count, dtype=torch.bool).tril_(start)
+            seen = torch.ones(1, 1, count, start + count, dtype=torch.bool, device=device).tril_(start)
         states = body.norm(stack(hidden, body.rotary_emb(hidden, positions[None]), start, seen)[-1])
-        return states[0], self._output(states[:, count - last :])[0]
+        output: Any = model.get_output_embeddings()
+        return states[0], output(states[:, count - last :])[0]
 
-    def _hears(self, stack: DecoderStack) -> bool:
-        """Return whether something wants to know of the passes of a text; made again after hooks were added anywhere."""
+    def _has_hooks(self, stack: DecoderStack, model: PreTrainedModel, body: Any) -> bool:
+        """Return whether a hook wants to know of the passes of a text; its stack is another one after any hook was added."""
         if self._stack is None or self._stack() is not stack:
-            body = self._body
-            around = self._model, body, body.embed_tokens, body.rotary_emb, body.norm, self._output, *self._layers
-            self._stack, self._is_heard = weakref.ref(stack), not all(map(self._is_deaf, around))
-        return self._is_heard
+            hooks = [
+                hook
+                for module in (model, body, *body.layers)
+                for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+            ]
+            same = [*map(id, self._layers)] == [*map(id, _kept_layers(body))]
+            self._stack = weakref.ref(stack)
+            is_global: bool = _has_any_global_hook()  # type: ignore[no-untyped-call]
+            self._is_hooked = not same or is_global or not all(map(self._is_harmless, hooks))
+        return self._is_hooked
 
-    def _is_deaf(self, module: Any) -> bool:
-        hooks = {*module._forward_pre_hooks.values(), *module._forward_hooks.values(), vars(module).get("forward")}
-        return hooks <= {None, *self.harmless}
+    def _is_harmless(self, function: Any) -> bool:
+        return function is None or any(function is each for each in self.harmless)
 
 
 def fuse_pass(view: PreTrainedModel, tokens: Tensor, cache: KVCache) -> None:
@@ -98,15 +117,19 @@ def fuse_pass(view: PreTrainedModel, tokens: Tensor, cache: KVCache) -> None:
     except ValueError:
         return
     for count in (1, 2):
-        found = fused(tokens[:count], cache, count)
+        found = fused(view, tokens[:count], cache, count)
         expected = view(input_ids=tokens[None, :count], past_key_values=cache, use_cache=True).logits[0]
         if found is None or not torch.equal(found[1], expected):
             return
     vars(view)["cpu_pass"] = fused
 
 
+def _kept_layers(body: Any) -> list[Any]:
+    return [layer for layer in getattr(body, "layers", ()) if not is_skipped(layer)]
+
+
 def _sees_all(model: PreTrainedModel) -> bool:
     """Return whether every layer attends to all positions before."""
     config: Any = model.config.get_text_config(decoder=True)
-    kinds = getattr(config, "layer_types", None)
-    return set(kinds) == {"full_attention"} if kinds else getattr(config, "sliding_window", None) is None
+    kinds = getattr(config, "layer_types", None) or ["full_attention"]
+    return set(kinds) == {"full_attention"} and getattr(config, "sliding_window", None) is None

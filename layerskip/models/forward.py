@@ -65,7 +65,7 @@ def _forward(
 ) -> Tensor:
     fused: Any = vars(model).get("cpu_pass")  # of :mod:`layerskip.models.cpu_pass`
     usual = fused is not None and positions is None and type(cache) is KVCache
-    if usual and (found := fused(tokens, cache, last)) is not None:
+    if usual and (found := fused(model, tokens, cache, last)) is not None:
         if features is not None:
             features.states = found[0]
         own: Tensor = found[1]

@@ -93,7 +93,7 @@ def _transaction(storage: RDBStorage) -> Iterator[None]:
     """Make one transaction of all calls of this thread to a storage in the block."""
     sessions = storage.scoped_session.registry
     with storage.engine.begin() as connection:
-        sessions.set(Session(connection, join_transaction_mode="rollback_only"))
+        sessions.set(Session(connection, join_transaction_mode="create_savepoint"))
         try:
             yield
         finally:

@@ -159,7 +159,7 @@ class Sweep:
         self.bench = ModelBench(plan.backend, plan.sampling, plan.measuring.max_new_tokens, plan.workload)
         self.view = self.reports.view(study, folder, plan.settings.n_trials, self.pool)
         self.publisher = self.reports.publisher(plan, study, self.tracker, folder)
-        self._exported: int | str | None = "nothing"  # the number of the trial of the leader; None for plain decoding
+        self._exported: tuple[int | None, str | None] | None = None  # trial of the exported leader, None for plain; run
 
     def compare_arms(self) -> None:
         """Compare the drafters that need no preparation, whose trials are the study's first."""
@@ -239,6 +239,8 @@ class Sweep:
                 self.tracker.record(trial)
                 if self.pool.leads():
                     self._export_leader()
+                else:
+                    self._exported = None  # another worker exports
                 self.view.refresh()
                 self.progress.step(trial_line(trial))
                 self.budget.save()
@@ -247,11 +249,11 @@ class Sweep:
 
     def _export_leader(self) -> None:
         """Export the leader provisionally, if it is another one, and name it in the progress."""
-        leader = leading(self.study)
-        number, path = None if leader is None else leader.number, self.folder / "best.json"
-        if number == self._exported and path.exists():
+        leader, path = leading(self.study), self.folder / "best.json"
+        now = None if leader is None else leader.number, self.tracker.run_id
+        if now == self._exported and path.exists():
             return
-        self._exported = number
+        self._exported = now
         if self.publisher.publish_provisional(self.tune, self.budget.spent) and not self.progress.leader:
             say(f"wrote {path}, provisional until the finals")
         self.progress.leader = leader_line(self.study)

@@ -215,8 +215,9 @@ class TrialRuns:
     def _tidy(self) -> None:
         """Delete incomplete and doubled runs, while nobody writes any, and nest the others below the run of the study."""
         study, recorded = self._study.current(), set[int]()
-        for run in self._study.found()[:-1]:
-            self._store.client.delete_run(run.info.run_id)
+        for run in self._study.found():
+            if run.info.run_id != study:
+                self._store.client.delete_run(run.info.run_id)
         for run in self._study.tagged("role = 'trial'"):
             number = int(run.data.tags["trial_number"])
             if run.info.status == "RUNNING" or number in recorded:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,9 @@ def small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 def in_bfloat16(family: str = "llama") -> PreTrainedModel:
     """A tiny float32 model whose weights are those of a bfloat16 checkpoint, unless its name says otherwise."""
     name, _, without = family.removesuffix(" in float32").partition(" without ")
-    changes = ({"layer_types": ("full_attention",)} if "qwen" in name else {}) | {"sliding_window": None} if without else {}
+    name, _, ignored = name.partition(" with ")
+    kinds = {"layer_types": ("full_attention",)} if ("qwen" in name and without) or ignored else {}
+    changes = kinds | ({"sliding_window": None} if without else {})
     model: PreTrainedModel = build(name, **changes)
     model = model if family.endswith("in float32") else model.bfloat16().float()
     set_packing(model, True)
@@ -274,9 +278,6 @@ def own_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def counted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self, PreTrainedModel) and "input_ids" in kwargs and "logits_to_keep" in kwargs:
             counts.append(kwargs["input_ids"].shape[1])
-            import traceback
-
-            print(id(self), type(self).__name__, "".join(traceback.format_stack()[-6:-1]))
         return compute(self, *args, **kwargs)
 
     monkeypatch.setattr(nn.Module, "__call__", counted)
@@ -291,6 +292,7 @@ def own_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ("qwen2 without windows", True),
         ("qwen3 without windows", True),
         ("mistral", False),
+        ("mistral with layer types that it ignores", False),
         ("mistral without windows", True),
         ("gemma", True),
         ("gemma3_text", False),
@@ -325,19 +327,65 @@ def test_a_pass_of_the_usual_form_calls_no_forward_of_the_model(family: str, is_
     assert own_passes == [count for count in (1, 3, 1, 24) for _ in range(1 if is_usual else 2)]
 
 
-@pytest.mark.parametrize("name", ["", "model", "model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"])
+class Listener:
+    """A hook without a hash, like a dataclass."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, called: list[str], name: str) -> None:
+        self.called, self.name = called, name
+
+    def __call__(self, *_: Any) -> None:
+        self.called.append(self.name)
+
+
+AROUND = ["", "model", "model.layers.2", "model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"]
+
+
+@pytest.mark.parametrize("name", AROUND)
 @pytest.mark.parametrize("is_hook", [True, False])
-def test_hooks_and_replaced_forwards_around_layers_run(name: str, is_hook: bool) -> None:
+def test_hooks_and_replaced_forwards_run_from_the_next_pass_on(name: str, is_hook: bool) -> None:
+    """Within a text."""
     view, called = shared_copy(in_bfloat16()), list[str]()
-    step(view, 4)
+    cache, text = KVCache(view.config.num_hidden_layers, 64), tokens_of(40)
     part = view.get_submodule(name)
     original = part.forward
-    if is_hook:
-        part.register_forward_hook(lambda *_: called.append(name))
-    else:
-        part.forward = lambda *args, **kwargs: (called.append(name), original(*args, **kwargs))[1]
-    step(view)
-    assert called == [name] * 2
+    with torch.inference_mode():
+        for count in (30, 1, 1, 1):
+            forward(view, text[cache.length : cache.length + count], cache, 1)
+            cache.length += count
+        if is_hook:
+            part.register_forward_hook(Listener(called, name))
+        else:
+            part.forward = lambda *args, **kwargs: (called.append(name), original(*args, **kwargs))[1]
+        for number in range(1, 4):
+            forward(view, text[cache.length : cache.length + 1], cache, 1)
+            assert called == [name] * number
+
+
+def test_a_hook_of_all_modules_runs() -> None:
+    view, called = shared_copy(in_bfloat16()), list[nn.Module]()
+    step(view, 4)
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: called.append(module))
+    try:
+        step(view, 3)
+    finally:
+        handle.remove()
+    assert called.count(view) == 1 + 3
+
+
+def test_a_view_that_nobody_holds_is_gone_at_once() -> None:
+    view = shared_copy(in_bfloat16())
+    step(view, 4)
+    assert "cpu_pass" in vars(view)
+    held = weakref.ref(view)
+    gc.collect()
+    gc.disable()
+    try:
+        del view
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 def test_a_branch_of_a_tree_equals_plain_decoding_bit_by_bit(own_passes: list[int]) -> None:

@@ -184,6 +184,33 @@ def test_a_process_alone_reads_trials_again_after_each_of_its_changes(tmp_path: 
     assert [each.state.name for each in study.trials] == ["COMPLETE", "RUNNING"]
 
 
+def test_joined_changes_whose_commit_was_not_acknowledged_are_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter that is there already is no reason to lose the changes beside it."""
+    own = open_database(f"sqlite:///{tmp_path / 's.db'}")
+    assert isinstance(own, RetryingStorage)
+    study, transaction = optuna.create_study(study_name="s", storage=own), own._transaction
+    commits = list[int]()
+
+    @contextlib.contextmanager
+    def unacknowledged() -> Iterator[None]:
+        with transaction():
+            yield
+        commits.append(1)
+        if len(commits) == 1:
+            raise ConnectionError("the connection broke after the commit")
+
+    monkeypatch.setattr(own, "_transaction", unacknowledged)
+    trial = study.ask()
+    own.join_changes(trial._trial_id)
+    trial.set_user_attr("before", 1)
+    trial.suggest_int("x", 0, 9)
+    trial.set_user_attr("after", 2)
+    study.tell(trial, 1.0)
+    assert len(commits) == 2
+    (stored,) = optuna.load_study(study_name="s", storage=open_database(f"sqlite:///{tmp_path / 's.db'}")).trials
+    assert (stored.user_attrs, list(stored.params)) == ({"before": 1, "after": 2}, ["x"])
+
+
 @pytest.mark.parametrize("name", ["plain", "q?x=1", "50%20off", "a%3Fb%", "#é [x]'y,=+&:@"])
 def test_the_url_of_a_file_names_it(name: str, tmp_path: Path) -> None:
     file = tmp_path / name
