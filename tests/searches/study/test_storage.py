@@ -184,7 +184,7 @@ def test_a_process_alone_reads_trials_again_after_each_of_its_changes(tmp_path: 
     assert [each.state.name for each in study.trials] == ["COMPLETE", "RUNNING"]
 
 
-def test_joined_changes_whose_commit_was_not_acknowledged_are_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_whose_commit_was_not_acknowledged_are_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A parameter that is there already is no reason to lose the changes beside it."""
     own = open_database(f"sqlite:///{tmp_path / 's.db'}")
     assert isinstance(own, RetryingStorage)
@@ -206,7 +206,7 @@ def test_joined_changes_whose_commit_was_not_acknowledged_are_repeated(tmp_path:
     trial.suggest_int("x", 0, 9)
     trial.set_user_attr("after", 2)
     study.tell(trial, 1.0)
-    assert len(commits) == 2
+    assert len(commits) > 2  # one of them twice
     (stored,) = optuna.load_study(study_name="s", storage=open_database(f"sqlite:///{tmp_path / 's.db'}")).trials
     assert (stored.user_attrs, list(stored.params)) == ({"before": 1, "after": 2}, ["x"])
 
