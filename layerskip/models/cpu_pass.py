@@ -1,6 +1,6 @@
 """A whole pass of a causal language model over a few tokens on a CPU, if its layers run in one call.
 
-A model's own ``forward`` takes about a millisecond of Python, a fifth of a draft of few bits. Here, its modules are called
+A model's own ``forward`` takes about a millisecond of Python, a sixth of a draft of few bits. Here, its modules are called
 one after the other. No model code is copied and no family is named. A model has the usual form if its ``forward`` uses no
 other names than that form does, and if first results equal those of its own ``forward`` bit by bit.
 """
