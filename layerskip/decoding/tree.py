@@ -52,7 +52,7 @@ class TreeModel:
         self._shape: tuple[Tensor, Tensor, Tensor] | None = None  # of the running pass: depths, ancestors, cache columns
         self._keys = 0  # columns of its mask
         self._masks: dict[tuple[int, torch.device], tuple[Any, Tensor]] = {}
-        self._fused: CpuPass | None = vars(self.view).pop("cpu_pass", None)  # without a tree's mask it would be wrong
+        self._fused: CpuPass | None = vars(self.view).get("cpu_pass")
         blocks = self.view.get_submodule(found.path)
         for index, block in enumerate(found.blocks):
             layer = blocks.get_submodule(str(index))
@@ -121,16 +121,8 @@ class TreeModel:
         self._shape, self._masks = (depths, ancestors, columns), {}
         self._keys = cache.get_mask_sizes(block.shape[0], 0)[0]
         try:
-            found = None
-            if self._fused is not None and type(cache) is KVCache:
-                mask = self._tree_mask(None, block.device)
-                found = self._fused(self.view, block, cache, block.shape[0], depths + cache.length, mask)
-            if found is None:
-                logits = forward(self.view, block, cache, block.shape[0], depths + cache.position, features)
-            else:
-                states, logits = found
-                if features is not None:
-                    features.states = states
+            seen = None if self._fused is None else self._tree_mask(None, block.device)
+            logits = forward(self.view, block, cache, block.shape[0], depths + cache.position, features, seen)
         finally:
             self._shape, self._masks = None, {}
         return (logits,) if features is None else (logits, features.states)

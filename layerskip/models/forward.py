@@ -27,17 +27,19 @@ def forward(
     last: int,
     positions: Tensor | None = None,
     features: Features | None = None,
+    seen: Tensor | None = None,
 ) -> Tensor:
     """Return the logits ``[last, V]``, in the model's dtype, of the last tokens of a block that starts at ``cache.length``.
 
     Tokens are ``[n]`` int64, and so are positions, by default consecutive ones; ``last`` is 0 to n. ``features`` receive the
-    pass's hidden states.
+    pass's hidden states. ``seen`` are the positions ``[1, 1, n, length + n]`` bool that each token sees, where the model's
+    attention gets them, too; a pass without the model's ``forward`` needs them beside other positions.
     """
     if positions is None and isinstance(cache, CapturingCache) and isinstance(model, PreTrainedModel):
         layer = model.get_output_embeddings()  # heads have none: their passes read more than tokens
         if isinstance(layer, nn.Linear) and cache.captures(model, tokens.shape[0]):
             return _captured_forward(model, tokens, cache, last, features)
-    return _forward(model, tokens, cache, last, positions, features)
+    return _forward(model, tokens, cache, last, positions, features, seen)
 
 
 def _captured_forward(
@@ -61,11 +63,17 @@ def _captured_forward(
 
 
 def _forward(
-    model: nn.Module, tokens: Tensor, cache: Cache, last: int, positions: Tensor | None, features: Features | None
+    model: nn.Module,
+    tokens: Tensor,
+    cache: Cache,
+    last: int,
+    positions: Tensor | None,
+    features: Features | None,
+    seen: Tensor | None = None,
 ) -> Tensor:
     fused: Any = vars(model).get("cpu_pass")  # of :mod:`layerskip.models.cpu_pass`
-    usual = fused is not None and positions is None and type(cache) is KVCache
-    if usual and (found := fused(model, tokens, cache, last)) is not None:
+    usual = fused is not None and (positions is None or seen is not None) and type(cache) is KVCache
+    if usual and (found := fused(model, tokens, cache, last, positions, seen)) is not None:
         if features is not None:
             features.states = found[0]
         own: Tensor = found[1]
