@@ -19,9 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.weak import WeakIdKeyDictionary
+from transformers import PreTrainedModel
 
 from layerskip.device.memory import total_bytes
 from layerskip.kernels.cpu import Blocks, BlockWeight, FewRowsWeight, FloatWeight, HalfWeight, IntegerWeight, has_kernels
+from layerskip.models.positions import max_positions
 
 Tree = TypeVar("Tree", bound=nn.Module)
 
@@ -29,6 +31,7 @@ _SHARE = 0.25  # of the machine's memory, the most that packed weights may take 
 _ROWS = 4  # rows of input for which layouts are chosen; a thousand rows lose nothing by it
 _LEAST = {torch.float32: 2**17, torch.bfloat16: 2**14}  # values; of fewer, a call takes longer than the product
 _SAMPLED = 8  # values that detect a change of a weight
+_RANDOM = 256  # tokens from which inputs are weighed
 _FILE_BLOCK = 32  # inputs of the smallest blocks of a file
 
 
@@ -136,7 +139,35 @@ def _blocks(weight: Tensor, bits: int) -> Blocks:
     find: FindBlocks | None = _offered.get(weight)
     found = None if find is None else find(weight, bits)
     # Scales of 32 bits, as of K-quants, take more bytes than codes of the weight with others.
-    return found if found is not None and found.has_half_scales else Blocks.quantize(weight, bits)
+    if found is not None and found.has_half_scales:
+        return found
+    return Blocks.quantize(weight, bits, _importance.get(weight))
+
+
+def weigh_inputs(model: PreTrainedModel) -> None:
+    """Measure the inputs of a model's linear layers once, so that weights at fewer bits keep what large inputs meet.
+
+    Random tokens serve as well as texts, and need no tokenizer.
+    """
+    layers = [layer for layer in packable_layers(model) if layer.weight not in _importance]
+    if not layers:
+        return
+    text = model.config.get_text_config(decoder=True)
+    count = min(_RANDOM, max_positions(model) or _RANDOM)
+    tokens = torch.randint(text.vocab_size, (1, count), generator=torch.Generator().manual_seed(0), device="cpu")
+    hooks = [layer.register_forward_pre_hook(_weigh) for layer in layers]
+    try:
+        with torch.no_grad():
+            model(input_ids=tokens, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _weigh(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+    squares = args[0].detach().float().flatten(0, -2).square().mean(0)
+    # Powers of two, because sums differ in their last bits from run to run, and the copies should not.
+    _importance[layer.weight] = squares.clamp_min(torch.finfo(torch.float32).tiny).log2_().round_().exp2_()
 
 
 def copy_bytes(weight: Tensor, bits: int) -> int:
@@ -256,5 +287,6 @@ def _is_supported(dtype: torch.dtype) -> bool:
 
 
 _packed: dict[int, Any] = {bits: WeakIdKeyDictionary() for bits in (0, 8, 4)}  # by weight
+_importance: Any = WeakIdKeyDictionary()  # by weight, the mean squares ``[in]`` of its inputs
 _offered: Any = WeakIdKeyDictionary()  # by weight, what finds its blocks
 _settings: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()

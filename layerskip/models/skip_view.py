@@ -32,6 +32,7 @@ from layerskip.models.packing import (
     read_at,
     refuse_quantized,
     uses_packing,
+    weigh_inputs,
 )
 
 T = TypeVar("T")
@@ -52,7 +53,7 @@ def skip_view(model: PreTrainedModel, plan: DraftPlan) -> PreTrainedModel:
         raise UnsupportedModel(f"{type(model).__name__}: {reason}")
     detected = _detected(model, plan)
     view = _copied(model)
-    read_bits(view, detected, plan)
+    read_bits(model, view, detected, plan)
     if detected is None:
         return _learned(view)
     layers = view.get_submodule(detected.path)
@@ -76,8 +77,10 @@ def _detected(model: PreTrainedModel, plan: DraftPlan) -> Architecture | None:
     return detected
 
 
-def read_bits(view: PreTrainedModel, detected: Architecture | None, plan: DraftPlan) -> None:
-    """Let the linear layers of a view read the bits of a plan; ``detected`` may be None for one format."""
+def read_bits(model: PreTrainedModel, view: PreTrainedModel, detected: Architecture | None, plan: DraftPlan) -> None:
+    """Let the linear layers of a view of a model read the bits of a plan; ``detected`` may be None for one format."""
+    if plan.formats:
+        weigh_inputs(model)
     for part, bits in _parts(view, detected, plan):
         read_at(part, bits)
 

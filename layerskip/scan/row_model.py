@@ -124,7 +124,7 @@ class RowModel:
             self._by_plan = [(plan, first, end) for plan, first, end in parts_of_plans if end > first]
             return
         if plans[0].bits != self._bits:
-            read_bits(self._model_copy, self.architecture, plans[0])
+            read_bits(self.model, self._model_copy, self.architecture, plans[0])
             self._bits = plans[0].bits
         for index in range(self.layers):
             for kind in ("attention", "mlp"):
@@ -157,7 +157,7 @@ class _Steps:
     """
 
     def __init__(self, model: PreTrainedModel, found: Architecture) -> None:
-        self._view, self._found = shared_copy(model), found
+        self._model, self._view, self._found = model, shared_copy(model), found
         layers: list[nn.Module] = [self._view.get_submodule(f"{found.path}.{i}") for i in range(len(found.blocks))]
         self._stacks, self._bits = RowStacks(layers), DraftPlan.none(len(layers)).bits
         self._seen: list[Tensor] | None = None  # by layer, the positions that each row of a pass sees; None asks for masks
@@ -190,7 +190,7 @@ class _Steps:
     ) -> Tensor:
         """Return the ``[end - first, V]`` logits of the rows of a plan; other arguments as in :class:`RowModel`."""
         if plan.bits != self._bits:
-            read_bits(self._view, self._found, plan)
+            read_bits(self._model, self._view, self._found, plan)
             self._bits = plan.bits
         self._stacks.read(plan.attention, plan.mlp, cache)
         begin, results = cache.length, list[Tensor]()
