@@ -23,8 +23,7 @@ from layerskip.decoding.verify import Verdict, verify
 from layerskip.device.transfer import begin_reading, copy_to_device
 from layerskip.models.cache import KVCache
 from layerskip.models.cache_pool import acquire_cache, generation_lock, release_cache
-from layerskip.models.features import Features
-from layerskip.models.forward import forward
+from layerskip.models.forward import Features, forward
 from layerskip.models.positions import check_positions
 from layerskip.models.prefill import Prefill, run_prefill
 from layerskip.models.skip_view import decoding_view

@@ -25,8 +25,7 @@ from layerskip.models.cache import KVCache
 from layerskip.models.compiled_layers import eager_only
 from layerskip.models.cpu_layers import is_whole_layer
 from layerskip.models.cpu_pass import CpuPass
-from layerskip.models.features import Features
-from layerskip.models.forward import forward
+from layerskip.models.forward import Features, forward
 from layerskip.models.graph_capture import CapturingCache, padded_count
 from layerskip.models.skip_view import OncePerModel, shared_copy
 from layerskip.models.weights import input_device

@@ -21,7 +21,7 @@ from layerskip.files import atomic_write
 from layerskip.heads.readout import Readout
 from layerskip.models.architecture import UnsupportedModel
 from layerskip.models.cache import KVCache
-from layerskip.models.features import Features
+from layerskip.models.forward import Features
 from layerskip.models.prefill import run_prefill
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import Target

@@ -19,7 +19,7 @@ from layerskip.kernels.cpu import MOST_ROWS, DecoderStack
 from layerskip.models.architecture import is_skipped
 from layerskip.models.cache import KVCache
 from layerskip.models.cpu_layers import is_step, run_of, uses
-from layerskip.models.features import body_of, receive
+from layerskip.models.forward import body_of, receive
 
 _BODY = "arange create_causal_mask embed_tokens get_seq_length layers norm rotary_emb"
 _BODY_MAY_USE = (

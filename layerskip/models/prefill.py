@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 
 from layerskip.device.transfer import copy_to_device
 from layerskip.models.cache import KVCache
-from layerskip.models.features import Features
-from layerskip.models.forward import forward
+from layerskip.models.forward import Features, forward
 from layerskip.models.positions import scaling_depends_on_length
 from layerskip.models.skip_view import decoding_view
 from layerskip.models.target import Target

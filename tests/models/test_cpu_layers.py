@@ -19,8 +19,7 @@ from layerskip.kernels.cpu import DecoderStack, has_kernels
 from layerskip.models import loading, packing
 from layerskip.models.cache import KVCache
 from layerskip.models.cpu_layers import _DecoderLayer, _Norm
-from layerskip.models.features import Features
-from layerskip.models.forward import forward
+from layerskip.models.forward import Features, forward
 from layerskip.models.loading import load_draft
 from layerskip.models.packing import set_packing
 from layerskip.models.skip_view import decoding_view, shared_copy, skip_view

@@ -26,8 +26,7 @@ from layerskip.drafters.registry import build_drafter
 from layerskip.measure.measure import measure
 from layerskip.models import cache_pool
 from layerskip.models.cache_pool import release_cache
-from layerskip.models.features import Features
-from layerskip.models.forward import forward
+from layerskip.models.forward import Features, forward
 from layerskip.models.graph_capture import CapturedPass, CapturingCache, _refused, capture_seconds
 from layerskip.models.skip_view import decoding_view, skip_view
 from layerskip.models.target import Target

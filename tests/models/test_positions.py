@@ -19,7 +19,7 @@ from layerskip.drafters.eagle import Eagle
 from layerskip.heads.eagle import EagleHead, EagleShape
 from layerskip.models import prefill
 from layerskip.models.cache import KVCache
-from layerskip.models.features import Features
+from layerskip.models.forward import Features
 from layerskip.models.prefill import parts_of, run_prefill
 from layerskip.models.skip_view import decoding_view
 from tests.accelerator import DEVICE
