@@ -30,8 +30,7 @@ from searches.connections import Result, Retry, RetryingStorage, is_unreachable,
 from searches.results import exclusive, exclusive_if_free
 from searches.study.finals import Finalist, Finals
 from searches.tracking.tracker import Tracker
-from searches.workers.board import has_board
-from searches.workers.pool import ALONE, WorkerPool, Workers
+from searches.workers.pool import ALONE, WorkerPool, Workers, has_board
 
 _DATABASE = "study.db"
 _LOCK_SECONDS = 10  # that SQLite waits for another process's transaction, before a line is printed

@@ -22,7 +22,7 @@ from searches.connections import Retry, RetryingStorage, is_unreachable
 from searches.study.objective import Objective
 from searches.study.storage import open_database
 from searches.study.study import StudySettings, run_trials
-from searches.workers.board import of_kind
+from searches.workers.pool import of_kind
 from tests.searches.known import PROMPTS, SETTINGS, Known
 from tests.searches.workers import members
 from tests.searches.workers.members import member, study_in

@@ -17,8 +17,7 @@ from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState
 
 from searches.workers import pool as pools
-from searches.workers.board import of_kind
-from searches.workers.pool import LeaseLost, WorkerPool, has_ended, start_of, this_process
+from searches.workers.pool import LeaseLost, WorkerPool, has_ended, of_kind, start_of, this_process
 from tests.searches.workers import members
 from tests.searches.workers.members import member, started, wait_until
 

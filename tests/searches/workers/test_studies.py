@@ -11,7 +11,7 @@ import pytest
 from searches.study.budget import preparation_seconds
 from searches.study.leaderboard import FINISHED
 from searches.tracking.names import DEVICE, WORKER
-from searches.workers.board import of_kind
+from searches.workers.pool import of_kind
 from tests.searches.conftest import Launch
 from tests.searches.programs import Fork, quick, runs, sqlite, stored_study, tracked
 
