@@ -29,7 +29,7 @@ from searches.app.checks import InputError, check_list
 from searches.backends.engine_process import interpreter
 from searches.benchmark.peers import Peer
 from searches.engines.peer import EnginePeer
-from searches.study.cascade_costs import CostTimer
+from searches.study.machine import CostTimer
 from searches.training.texts import refuse_answers_of
 
 BASELINE = "plain"

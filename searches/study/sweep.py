@@ -43,7 +43,6 @@ from searches.space.search_space import SearchSpace
 from searches.study import machine
 from searches.study.bench import ModelBench
 from searches.study.budget import FINALS, OPENING, PREDICTIONS, TRIALS, Budget
-from searches.study.cascade_costs import CostTimer, draft_cost, verify_cost
 from searches.study.finals import Finals, RunControl, measure_finals
 from searches.study.leaderboard import leader_line, leaderboard, leading, trial_line
 from searches.study.objective import Objective
@@ -371,9 +370,9 @@ class Sweep:
         space = plan.space.at_context(context if plan.target.device.type == "cpu" else 0)
         if "cascade" not in space.available_methods:
             return space
-        timer = CostTimer(plan.target, plan.sampling, context, plan.seed)
+        timer = machine.CostTimer(plan.target, plan.sampling, context, plan.seed)
         claim = partial(self.pool.claim, "costs")
         with claim():
-            costs = verify_cost(study, timer.verify_costs)
-            drafting = draft_cost(study, timer.draft_costs, claim) if costs else None
+            costs = machine.verify_cost(study, timer.verify_costs)
+            drafting = machine.draft_cost(study, timer.draft_costs, claim) if costs else None
         return replace(space, verify_cost=costs, draft_cost=drafting)

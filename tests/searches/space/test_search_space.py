@@ -14,7 +14,7 @@ from layerskip.config import Costs, methods
 from layerskip.draft_plan import NAMES
 from searches.app.checks import InputError
 from searches.space.search_space import SearchSpace
-from searches.study.cascade_costs import draft_cost, verify_cost
+from searches.study.machine import draft_cost, verify_cost
 from searches.study.plan import drop_unsupported
 from searches.study.starting_points import starting_points
 from tests.families import build

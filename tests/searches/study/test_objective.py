@@ -22,8 +22,8 @@ from searches.backends.layerskip import LayerskipBackend
 from searches.report.markdown import summary
 from searches.space.search_space import SearchSpace
 from searches.study.bench import BASELINE, ModelBench
-from searches.study.cascade_costs import CostTimer
 from searches.study.finals import Finalist, Finals, RunControl, measure_held_out
+from searches.study.machine import CostTimer
 from searches.study.objective import MeasureSettings, Objective, OutputChanged
 from searches.study.study import StudySettings, finished, run_trials
 from tests.accelerator import DEVICE
@@ -182,7 +182,7 @@ def test_a_study_of_outputs_that_end_at_once_is_refused(tiny_folder: Path) -> No
 
 def test_equal_members_are_timed_once(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     timed = Mock(side_effect=lambda target, config, context, *_, **__: context / 10)
-    monkeypatch.setattr("searches.study.cascade_costs.time_drafting", timed)
+    monkeypatch.setattr("searches.study.machine.time_drafting", timed)
     timer, known = CostTimer(tiny_target, Sampling(), 9, 0), dict[str, float]()
     lookup, other = SpeculativeConfig("prompt_lookup"), SpeculativeConfig("layer_skip", 5, mask="attention:1")
     skip, longer = (SpeculativeConfig("layer_skip", length, mask="layers:1") for length in (3, 5))
