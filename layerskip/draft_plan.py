@@ -112,11 +112,6 @@ class DraftPlan:
         """The bits of all weights that are not read as they are stored."""
         return set(self.bits) - {0}
 
-    @property
-    def is_uniform(self) -> bool:
-        """True if all sub-layers are read in one format."""
-        return len(set(self.sublayer_bits)) == 1 and not any((*self.attention, *self.mlp))
-
     def treatment(self, kind: str, layer: int) -> str:
         """Return ``skip``, ``keep`` or the format of a sub-layer."""
         return SKIP if getattr(self, kind)[layer] else NAMES[getattr(self, f"{kind}_bits")[layer]]

@@ -391,7 +391,11 @@ def schedule(config: DictConfig) -> Confirmed:
             "backend": backend.describe(),
             "prompts": {"name": prompts.name, "count": len(held_out), "digest": held_out.digest},
             "tune": [cell.to_dict() for cell in cells],
-            "held_out": {name: _by_load(row) for name, row in found.cells.items()},
+            "held_out": {
+                name: {f"at_{cell.concurrency}": cell.to_dict() for cell in row}
+                | {"geometric_mean": _geometric_mean(cell.speedup[0] for cell in row)}
+                for name, row in found.cells.items()
+            },
             "lengths": found.lengths,
             "ranges": found.ranges,
         }
@@ -456,13 +460,6 @@ def _export(found: Confirmed, search: Search, target: Target, prompts: PromptSet
             evidence |= {**cell.measurement, METRICS: cell.metrics, "goal_speedup": list(cell.speedup)}
     where = environment(target) | described(backend, search.loads.workload(min(drafting, default=1)))
     return Export(target.describe(), config, Sampling(), evidence, where)
-
-
-def _by_load(row: Sequence[Cell]) -> dict[str, Any]:
-    """Return the cells of a contender as a row of a record."""
-    return {f"at_{cell.concurrency}": cell.to_dict() for cell in row} | {
-        "geometric_mean": _geometric_mean(cell.speedup[0] for cell in row)
-    }
 
 
 def _geometric_mean(speedups: Iterable[float]) -> float:

@@ -30,15 +30,10 @@ def normalise(hidden: Tensor, epsilon: float) -> Tensor:
     return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
 
 
-def _llama_norm(hidden: Tensor, scale: Tensor, epsilon: float) -> Tensor:
-    return scale * normalise(hidden, epsilon).to(hidden.dtype)
-
-
-def _gemma_norm(hidden: Tensor, scale: Tensor, epsilon: float) -> Tensor:
-    return (normalise(hidden, epsilon) * (1.0 + scale.float())).to(hidden.dtype)
-
-
-NORMS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {"llama": _llama_norm, "gemma": _gemma_norm}
+NORMS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "llama": lambda hidden, scale, epsilon: scale * normalise(hidden, epsilon).to(hidden.dtype),
+    "gemma": lambda hidden, scale, epsilon: (normalise(hidden, epsilon) * (1.0 + scale.float())).to(hidden.dtype),
+}
 """The norms of the kernel by name; the families differ in where they round, and in what the weight is added to."""
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "gelu_tanh": functools.partial(gelu, approximate="tanh")}

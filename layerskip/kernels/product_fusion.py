@@ -167,17 +167,14 @@ def _fuse_product(graph: Graph, node: Node) -> None:
         gate, end = gated
     elif len(users) == 1 and users[0].target is _aten.add.Tensor and not users[0].kwargs:
         others = [part for part in users[0].args if part is not node]
-        if len(others) == 1 and isinstance(others[0], Node) and _are_alike(others[0], node):
-            residual, end = others[0], users[0]
+        if len(others) == 1 and isinstance(others[0], Node):
+            given, value = others[0].meta["val"], node.meta["val"]
+            if given.shape == value.shape and given.dtype == value.dtype and given.is_contiguous():
+                residual, end = others[0], users[0]
     if norm or gate or residual is not None:
         with graph.inserting_before(end):
             fused = _add(graph, _PRODUCT, hidden, weight, residual, gate, norm, scale, epsilon)
         end.replace_all_uses_with(fused)
-
-
-def _are_alike(one: Node, other: Node) -> bool:
-    first, second = one.meta["val"], other.meta["val"]
-    return bool(first.shape == second.shape and first.dtype == second.dtype and first.is_contiguous())
 
 
 def _find_gate(node: Node) -> tuple[str, Node] | None:

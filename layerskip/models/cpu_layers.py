@@ -352,7 +352,9 @@ class _DecoderLayer(nn.Module):
         if not uses(attention, _ATTENTION, _ATTENTION_MAY_USE) or not uses(mlp, _MLP):
             return None
         kept = [child for child in self.children() if not is_skipped(child)]
-        changed = any(_is_changed(part) for child in kept for part in child.modules())
+        parts = [part for child in kept for part in child.modules()]
+        # By hooks, or by another ``forward`` than that of its type.
+        changed = any(part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part) for part in parts)
         if changed or not all(_is_plain(part) and not part.is_inference() for part in self.parameters()):
             return None
         projections = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
@@ -419,11 +421,6 @@ def _are_positions(parts: Any, count: int, width: int) -> bool:
     if not (isinstance(parts, tuple) and len(parts) == 2 and parts[0].shape == parts[1].shape):
         return False
     return all(p.dtype == torch.float32 and p.shape[:-1] == (1, count) and p.shape[-1] <= width for p in parts)
-
-
-def _is_changed(module: nn.Module) -> bool:
-    """Return whether a module has hooks or another ``forward`` than its type's."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -69,7 +69,7 @@ def skip_view(model: PreTrainedModel, plan: DraftPlan) -> PreTrainedModel:
 
 def _detected(model: PreTrainedModel, plan: DraftPlan) -> Architecture | None:
     """Return the sub-layers of a model; None for a format of all of them, which needs none."""
-    if plan.formats and plan.is_uniform:
+    if plan.formats and len(set(plan.sublayer_bits)) == 1 and not any((*plan.attention, *plan.mlp)):
         return None
     detected = architecture(model)
     if plan.layers != len(detected.blocks):

@@ -132,7 +132,9 @@ def _generate(target: Target, prompts: list[list[int]], sampling: Sampling, max_
         logits_processor=LogitsProcessorList([functools.partial(_check_finite, target.name)]),
         **options,
     )
-    return [_until(row, target.eos_ids) for row in output[:, longest:].tolist()]
+    written: list[list[int]] = output[:, longest:].tolist()
+    lengths = [next((i for i, token in enumerate(row, 1) if token in ends), len(row)) for row in written]
+    return [row[:length] for row, length in zip(written, lengths, strict=True)]
 
 
 def _check_finite(model: str, text: Tensor, scores: Tensor) -> Tensor:
@@ -141,8 +143,3 @@ def _check_finite(model: str, text: Tensor, scores: Tensor) -> Tensor:
     for value in largest[~largest.isfinite()].tolist():
         raise NotFinite(model, text.shape[1] - 1, value)
     return scores
-
-
-def _until(tokens: list[int], ends: frozenset[int]) -> list[int]:
-    place = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
-    return tokens[: place + 1]

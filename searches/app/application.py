@@ -79,12 +79,14 @@ def run(config_name: str, task: Callable[[DictConfig], Any], resumable: bool = T
         except (Exception, KeyboardInterrupt) as error:
             interrupted = is_interrupt(error)
             code, line = _report(error, resumable)
-        if _is_launched():
+        settings = HydraConfig.get()
+        is_multirun = settings.mode == RunMode.MULTIRUN
+        if is_multirun and settings.launcher._target_ != BasicLauncherConf._target_:  # Hydra's own, in this process
             if code:  # a launcher carries exceptions alone; with SystemExit, submitit waits and Ray starts again
                 raise JobFailed(code, line)
             return
-        ended.append((" ".join(HydraConfig.get().overrides.task), code))
-        if code and (interrupted or HydraConfig.get().mode != RunMode.MULTIRUN):
+        ended.append((" ".join(settings.overrides.task), code))
+        if code and (interrupted or not is_multirun):
             sys.exit(code)
 
     _set_up()
@@ -129,12 +131,6 @@ def _set_up() -> None:
     logging.getLogger("alembic").setLevel(logging.WARNING)
     if sys.unraisablehook is sys.__unraisablehook__:  # keep the hook of a test runner
         sys.unraisablehook = resend_interrupt
-
-
-def _is_launched() -> bool:
-    """Return whether another launcher than Hydra's own, which stays in this process, runs the job of a multirun."""
-    settings = HydraConfig.get()
-    return settings.mode == RunMode.MULTIRUN and settings.launcher._target_ != BasicLauncherConf._target_
 
 
 def _report(error: BaseException, resumable: bool) -> tuple[int, str]:

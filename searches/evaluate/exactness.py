@@ -112,17 +112,13 @@ def random_masks(
         share = source.choice(shares)
         mask = DraftPlan.of(layers, *({layer for layer in skippable if source.random() < share} for _ in range(2)))
         if mask != DraftPlan.none(layers):
-            masks[_with_formats(mask, formats, source) if formats else mask] = None
+            if formats:
+                attention, mlp = (tuple(BITS[source.choice(formats)] for _ in range(layers)) for _ in range(2))
+                mask = replace(mask, attention_bits=attention, mlp_bits=mlp, head_bits=BITS[source.choice(formats)])
+            masks[mask] = None
         if len(masks) == count:
             break
     return list(masks)
-
-
-def _with_formats(mask: DraftPlan, formats: Sequence[str], source: random.Random) -> DraftPlan:
-    attention, mlp, (head,) = (
-        tuple(BITS[source.choice(formats)] for _ in range(count)) for count in (mask.layers, mask.layers, 1)
-    )
-    return replace(mask, attention_bits=attention, mlp_bits=mlp, head_bits=head)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import contextlib
 import json
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from importlib import resources
@@ -60,6 +60,8 @@ def write_page(path: Path, study: optuna.Study, page: Page) -> dict[str, go.Figu
     export = str(path.with_name("best.json"))
     target = str(settings.get("target.path") or settings.get("target.name") or "the searched model")
     template = (resources.files("searches") / "data" / "report.html").read_text(encoding="utf-8")
+    # Plotly writes null for NaN and infinities.
+    figures = ",".join(f"{json.dumps(name)}:{figure.to_json()}" for name, figure in drawn.items())
     values = {
         "page": page,
         "title": study.study_name,
@@ -76,7 +78,7 @@ def write_page(path: Path, study: optuna.Study, page: Page) -> dict[str, go.Figu
         "settings": settings,
         "trial_tables": trial_tables(done),
         "plotly": Markup(get_plotlyjs()),
-        "figures": _as_json(drawn),
+        "figures": Markup(f"{{{figures}}}".replace("<", "\\u003c")),  # JSON in which no tag of the page ends
     }
     with atomic_write(path) as partial:
         environment = Environment(autoescape=True, undefined=StrictUndefined)
@@ -89,12 +91,6 @@ def _progress(study: optuna.Study, page: Page, done: Sequence[FrozenTrial]) -> s
     if page.state == RUNNING and (now := study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))):
         parts.append(f"{len(now)} running")
     return ", ".join(parts + sorted({str(trial.user_attrs[DEVICE]) for trial in done if DEVICE in trial.user_attrs}))
-
-
-def _as_json(figures: Mapping[str, go.Figure]) -> Markup:
-    """Return the figures as JSON in which no tag of the page ends; plotly writes null for NaN and infinities."""
-    shown = ",".join(f"{json.dumps(name)}:{figure.to_json()}" for name, figure in figures.items())
-    return Markup(f"{{{shown}}}".replace("<", "\\u003c"))
 
 
 def _notes(study: optuna.Study, page: Page) -> list[str]:

@@ -134,7 +134,8 @@ def measure_finals(
         study.set_user_attr(name, _affordable(chosen, control.seconds_left()))
     if (affordable := study.user_attrs[name]) < len(chosen):
         left_out = f"{affordable} of {len(chosen)} finalists were measured, because time was short."
-        chosen = _distinct_first(chosen)[:affordable]
+        kinds = [drafters(entry.config) for entry in chosen]  # of each set of drafters, the first goes first
+        chosen = sorted(chosen, key=lambda entry: kinds.index(drafters(entry.config)) != chosen.index(entry))[:affordable]
     expected = {entry.config: entry.speedup for entry in chosen}
     finals = measure_held_out(expected, bench, prompts, settings, seed, control)
     finals = replace(finals, left_out=" ".join(filter(None, (left_out, finals.left_out))))
@@ -274,11 +275,6 @@ def _affordable(entries: Sequence[LeaderboardEntry], seconds: float) -> int:
             break
         count += 1
     return count
-
-
-def _distinct_first(entries: Sequence[LeaderboardEntry]) -> list[LeaderboardEntry]:
-    methods = [drafters(entry.config) for entry in entries]
-    return sorted(entries, key=lambda entry: methods.index(drafters(entry.config)) != entries.index(entry))
 
 
 def _is_slower(rows: Sequence[Row], other: str, name: str) -> bool:

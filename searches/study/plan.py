@@ -203,21 +203,19 @@ def describe(config: DictConfig, target: Target, prompts: PromptSet, backend: Ba
 
 
 def _path_digest(method: str, field: str, name: str, target: Target, loads: bool) -> str:
-    """Return the digest of what a field names; ``loads`` tells whether this program loads draft models, not an engine."""
+    """Return the digest of what a field names; an empty one of a folder without weights, as for a name on the hub.
+
+    ``loads`` tells whether this program loads draft models, not an engine.
+    """
     if field == "datastore":
         return str(Datastore.load(name, target).about["digest"])
     if field == "draft_model" and loads:
         return load_draft(target, name, method == "draft_model").digest
-    return _head_digest(name)
-
-
-def _head_digest(folder: str) -> str:
-    """Return the digest of the weights in a folder; an empty one if there are none, as for a name on the hub."""
     try:
-        files = [file for ending in ("safetensors", "bin") for file in sorted(Path(folder).glob(f"*.{ending}"))]
+        files = [file for ending in ("safetensors", "bin") for file in sorted(Path(name).glob(f"*.{ending}"))]
         return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() if files else ""
     except OSError as error:
-        raise InputError(f"space: cannot read the head {folder}: {error}") from None
+        raise InputError(f"space: cannot read the head {name}: {error}") from None
 
 
 def _plain(config: Any) -> dict[str, Any]:
