@@ -115,33 +115,21 @@ NEVER = StopRule()
 class Field:
     """A field of a drafter's configuration: its values, its meaning, and how a study chooses it.
 
-    Args:
-        default: the value where none is given. Its type is that of all values. Whole numbers are at least 1, or 0 if that
-            is the default; others are from 0 to 1.
-        meaning: one phrase for the documentation.
-        range: the lowest and the highest value that a study chooses; None if it chooses no number.
-        log: whether a study chooses on a logarithmic scale.
-        choices: the values that a study chooses from. Texts of a field that is neither a path nor a plan have no others.
-        first: the value in the first configuration of a study and in the benchmark; None for the default.
-        at_least: the name of a field that precedes this one in its method, and whose value is a lower bound.
-        used: whether a configuration of the method reads the field. Otherwise it must keep its default.
-        path: whether it names a file, a folder or a model. A study chooses from those that its user names.
-        required: whether a path must be given.
-        normalise: returns the canonical form of any other text that is a value; a :class:`PlanError` refuses it.
+    Values have the type of the default. Whole numbers are at least 1, or 0 if that is the default; others are from 0 to 1.
     """
 
     name: str
-    default: Any
-    meaning: str
-    range: tuple[float, float] | None = None
-    log: bool = False
-    choices: tuple[str | int, ...] = ()
-    first: Any = None
-    at_least: str = ""
-    used: Callable[[SpeculativeConfig], bool] = lambda config: True
-    path: bool = False
-    required: bool = False
-    normalise: Callable[[str], str] | None = None
+    default: Any  # the value where none is given
+    meaning: str  # one phrase for the documentation
+    range: tuple[float, float] | None = None  # lowest and highest value that a study chooses; None if it chooses no number
+    log: bool = False  # whether a study chooses on a logarithmic scale
+    choices: tuple[str | int, ...] = ()  # a study's choices; texts of a field that is neither path nor plan have no others
+    first: Any = None  # the value in the first configuration of a study and in the benchmark; None for the default
+    at_least: str = ""  # the name of a field that precedes this one in its method, and whose value is a lower bound
+    used: Callable[[SpeculativeConfig], bool] = lambda config: True  # whether it is read; otherwise it must keep its default
+    path: bool = False  # whether it names a file, a folder or a model. A study chooses from those that its user names
+    required: bool = False  # whether a path must be given
+    normalise: Callable[[str], str] | None = None  # canonical form of any other text that is a value; a PlanError refuses it
 
     def check(self, config: SpeculativeConfig) -> None:
         """Raise ``ConfigError`` for an invalid value."""
@@ -169,41 +157,26 @@ def shared(name: str, **changes: Any) -> Field:
 class Method:
     """The declaration of a method. Everything that a program lists by method is derived from it.
 
-    Args:
-        fields: the fields that a configuration of this method has, apart from ``method``. Those that are no attributes
-            of :class:`SpeculativeConfig` are read by :meth:`SpeculativeConfig.value`.
-        source: where its drafts come from, as a phrase for the documentation.
-        rank: its place among all methods, the simplest first. It decides ties between finalists, and the order of tables.
-        color: in charts, as ``#rrggbb``; empty for one that follows from the name.
-        short: its name in at most ten characters; empty for the name itself.
-        label: what a configuration's label shows in parentheses.
-        check: raises ``ConfigError`` for an invalid combination of values.
-        lookup: whether drafts are copied from earlier text without running a model, at almost no cost.
-        trees_only: whether it drafts nothing but trees.
-        second: whether a cascade may put it after a prompt lookup.
-        paired: whether a study tries its first configuration after a prompt lookup at once.
-        also: further configurations that a study tries first, as values by field.
-        benchmark: values of the benchmark's row that differ from the first configuration; None leaves the method out.
-        engine_method: the term of engines for this way of drafting; empty if they have none.
-        no_engine: why engines cannot draft in this way.
+    ``fields`` are those that a configuration of this method has, apart from ``method``. Those that are no attributes of
+    :class:`SpeculativeConfig` are read by :meth:`SpeculativeConfig.value`.
     """
 
     name: str
     fields: tuple[Field, ...] = ()
-    source: str = ""
-    rank: int = 100
-    color: str = ""
-    short: str = ""
-    label: Callable[[SpeculativeConfig], str] = lambda config: ""
-    check: Callable[[SpeculativeConfig], None] = lambda config: None
-    lookup: bool = False
-    trees_only: bool = False
-    second: bool = True
-    paired: bool = False
-    also: tuple[Mapping[str, Any], ...] = ()
-    benchmark: Mapping[str, Any] | None = field(default_factory=dict)
-    engine_method: str = ""
-    no_engine: str = "no engine knows it"
+    source: str = ""  # where its drafts come from, as a phrase for the documentation
+    rank: int = 100  # its place among all methods, simplest first; decides ties between finalists, and the order of tables
+    color: str = ""  # in charts, as ``#rrggbb``; empty for one that follows from the name
+    short: str = ""  # its name in at most ten characters; empty for the name itself
+    label: Callable[[SpeculativeConfig], str] = lambda config: ""  # what a configuration's label shows in parentheses
+    check: Callable[[SpeculativeConfig], None] = lambda config: None  # raises ``ConfigError`` for an invalid combination
+    lookup: bool = False  # whether drafts are copied from earlier text without running a model, at almost no cost
+    trees_only: bool = False  # whether it drafts nothing but trees
+    second: bool = True  # whether a cascade may put it after a prompt lookup
+    paired: bool = False  # whether a study tries its first configuration after a prompt lookup at once
+    also: tuple[Mapping[str, Any], ...] = ()  # further configurations that a study tries first, as values by field
+    benchmark: Mapping[str, Any] | None = field(default_factory=dict)  # row's values that differ from first; None: no row
+    engine_method: str = ""  # the term of engines for this way of drafting; empty if they have none
+    no_engine: str = "no engine knows it"  # why engines cannot draft in this way
 
     def __post_init__(self) -> None:
         names = [each.name for each in self.fields]
@@ -290,22 +263,17 @@ class SpeculativeConfig:
     """One way to decode.
 
     Which of the fields a method reads, and what they mean there, its drafter declares. The others keep their defaults.
-
-    Args:
-        method: ``none`` (plain decoding) or a declared method, such as ``prompt_lookup``.
-        mask: in the text form of :mod:`layerskip.draft_plan`.
-        verify_cost: as measured by :func:`~layerskip.costs.timing.time_verification`.
-        draft_cost: as measured by :func:`~layerskip.costs.timing.time_drafting`: per level of a tree, or of all levels if
-            drafted in one pass; 0 for lookups.
-        options: the fields that only this method has, as pairs of name and value.
+    ``verify_cost`` is as measured by :func:`~layerskip.costs.timing.time_verification`, ``draft_cost`` as measured by
+    :func:`~layerskip.costs.timing.time_drafting`: per level of a tree, or of all levels if drafted in one pass; 0 for
+    lookups.
 
     Raises:
         ConfigError: a value is out of range, or a field is set that ``method`` does not read.
     """
 
-    method: str = "none"
+    method: str = "none"  # ``none`` (plain decoding) or a declared method, such as ``prompt_lookup``
     num_speculative_tokens: int = _usual(4, "the most tokens of a draft, or the greatest depth of a tree")
-    mask: str = _usual("", "the skipped sub-layers", normalise=normalise_mask)
+    mask: str = _usual("", "the skipped sub-layers", normalise=normalise_mask)  # in the text form of layerskip.draft_plan
     stop: StopRule = _usual(NEVER, "when a draft ends early", choices=("length", "threshold", "adaptive"))
     prompt_lookup_min: int = _usual(1, "the shortest n-gram to look up, in tokens")
     prompt_lookup_max: int = _usual(3, "the longest n-gram, which is tried first, in tokens", at_least="prompt_lookup_min")
@@ -325,7 +293,7 @@ class SpeculativeConfig:
     members: tuple[SpeculativeConfig, ...] = _usual((), "at least two configurations that draft")
     verify_cost: Costs = _usual((), "the cost of verifying 1, 2, ... tokens, in steps of plain decoding")
     draft_cost: Costs = _usual((), "the cost of each member per drafted token or level, in steps of plain decoding")
-    options: tuple[tuple[str, Any], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()  # the fields that only this method has, as pairs of name and value
 
     def __post_init__(self) -> None:
         method = _method(self.method)

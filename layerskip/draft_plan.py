@@ -37,20 +37,13 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """What is skipped of every decoder layer, and the bits at which the rest is read.
+    """What is skipped of every decoder layer, and the bits at which the rest is read."""
 
-    Args:
-        attention, mlp: by layer, whether it is skipped.
-        attention_bits, mlp_bits: by layer, 8 or 4; 0 for a sub-layer that is read as it is stored, or skipped. Empty for
-            all 0.
-        head_bits: those of the output layer.
-    """
-
-    attention: tuple[bool, ...]
-    mlp: tuple[bool, ...]
-    attention_bits: tuple[int, ...] = ()
-    mlp_bits: tuple[int, ...] = ()
-    head_bits: int = field(default=0, kw_only=True)
+    attention: tuple[bool, ...]  # by layer, whether it is skipped
+    mlp: tuple[bool, ...]  # likewise
+    attention_bits: tuple[int, ...] = ()  # by layer, 8 or 4; 0 for a sub-layer that is read as it is stored, or skipped
+    mlp_bits: tuple[int, ...] = ()  # likewise; both may be empty for all 0
+    head_bits: int = field(default=0, kw_only=True)  # the bits of the output layer
 
     def __post_init__(self) -> None:
         if len(self.attention) != len(self.mlp):

@@ -43,20 +43,15 @@ class ExportError(ValueError):
 class Export:
     """A configuration with the target, evidence and environment of its search.
 
-    Args:
-        target: ``name``, ``revision``, ``architecture``, ``layers`` and ``dtype`` of the searched model.
-        config: the decoding configuration.
-        sampling: the sampling of the measurement.
-        evidence: held-out tokens/s, the baseline's tokens/s, speedup with interval, acceptance, losslessness.
-        environment: device and versions.
-        search: study, trials, seconds spent, MLflow run id; ``provisional`` if the search had not confirmed it yet.
+    ``evidence``: held-out tokens/s, the baseline's tokens/s, speedup with interval, acceptance, losslessness. ``search``:
+    study, trials, seconds spent, MLflow run id; ``provisional`` if the search had not confirmed it yet.
     """
 
-    target: Mapping[str, Any]
-    config: SpeculativeConfig
-    sampling: Sampling = field(default_factory=Sampling)
+    target: Mapping[str, Any]  # ``name``, ``revision``, ``architecture``, ``layers`` and ``dtype`` of the searched model
+    config: SpeculativeConfig  # the decoding configuration
+    sampling: Sampling = field(default_factory=Sampling)  # the sampling of the measurement
     evidence: Mapping[str, Any] = field(default_factory=dict)
-    environment: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)  # device and versions
     search: Mapping[str, Any] = field(default_factory=dict)
 
     def save(self, path: str | Path) -> None:

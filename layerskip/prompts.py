@@ -108,21 +108,13 @@ class PromptSet:
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """A benchmark whose prompt files are read as they are published.
+    """A benchmark whose prompt files are read as they are published."""
 
-    Args:
-        name: the name of the set in reports.
-        text: the field of the prompt: a text, or the turns of a conversation.
-        id: the field of the id; None if the id follows from the content.
-        category: the field of the category; None if all prompts have that of the format's name.
-        reported_as: the name under which the benchmark reports a category, where it is another.
-    """
-
-    name: str
-    text: str
-    id: str | None = None
-    category: str | None = None
-    reported_as: Mapping[str, str] = field(default_factory=dict)
+    name: str  # the name of the set in reports
+    text: str  # the field of the prompt: a text, or the turns of a conversation
+    id: str | None = None  # the field of the id; None if the id follows from the content
+    category: str | None = None  # the field of the category; None if all prompts have that of the format's name
+    reported_as: Mapping[str, str] = field(default_factory=dict)  # by category, the name it is reported under, if another
 
     def load(self, path: str | Path) -> PromptSet:
         """Read a file of the benchmark, every line of which has all fields of the format."""

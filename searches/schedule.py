@@ -87,23 +87,15 @@ class Loads:
 
 @dataclass(frozen=True)
 class Cell:
-    """A draft length at one number of requests, against plain decoding.
-
-    Args:
-        speedup: of the goal, above 1 if better than plain decoding, with its interval of 95 %.
-        measurement: :meth:`layerskip.Measurement.to_dict`, in which the speedup is that of decoding or of throughput.
-        metrics: of :func:`~searches.backends.running_engine.request_metrics`.
-        noise: outputs in which plain decoding, measured again, differs from itself, without near-ties.
-        predicted: the speedup that was expected.
-    """
+    """A draft length at one number of requests, against plain decoding."""
 
     concurrency: int
     num_speculative_tokens: int
-    speedup: tuple[float, float, float]
-    measurement: Mapping[str, Any]
-    metrics: Mapping[str, float]
-    noise: int | None = None
-    predicted: float | None = None
+    speedup: tuple[float, float, float]  # of the goal, above 1 if better than plain decoding, with its interval of 95 %
+    measurement: Mapping[str, Any]  # ``Measurement.to_dict``, whose speedup is that of decoding or of throughput
+    metrics: Mapping[str, float]  # of :func:`~searches.backends.running_engine.request_metrics`
+    noise: int | None = None  # outputs in which plain decoding, measured again, differs from itself, without near-ties
+    predicted: float | None = None  # the speedup that was expected
 
     @property
     def keeps_output(self) -> bool:

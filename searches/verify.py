@@ -214,17 +214,13 @@ class Speedup:
 class Claim:
     """The claim of an export.
 
-    Args:
-        speedup: None claims only to be faster than plain decoding.
-        mean_acceptance_length: from its evidence, if stated. No speedup can exceed it, as a round takes no less than a step.
-        other_work: whether its evidence is of other held-out prompts than those measured now, or of another output length.
-        repeatable: whether greedy decoding of the same prompts must give as many tokens per round, up to near-ties and to
-            drafters that learn from prompts in another order.
+    It is ``repeatable`` if greedy decoding of the same prompts must give as many tokens per round, up to near-ties and to
+    drafters that learn from prompts in another order.
     """
 
-    speedup: Speedup | None = None
-    mean_acceptance_length: float | None = None
-    other_work: bool = False
+    speedup: Speedup | None = None  # None claims only to be faster than plain decoding
+    mean_acceptance_length: float | None = None  # if stated; no speedup can exceed it, as a round takes no less than a step
+    other_work: bool = False  # whether its evidence is of other held-out prompts than now, or of another output length
     repeatable: bool = False
 
     @classmethod

@@ -24,24 +24,15 @@ from layerskip.device.transfer import read_to_host
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of verifying one draft.
-
-    Args:
-        accepted: how many tokens the target accepted: the first ones of a chain, or those on ``path`` of a tree.
-        next_token: the target's own token after them.
-        last: ``[1]`` int64 on the device: ``next_token``, ready for the next pass without a transfer.
-        path: the indices in ``drafted`` of the accepted tokens of a tree, each a child of the one before; None for a chain.
-        parents: of the drafted tokens of a tree; None for a chain, and for a tree of one branch whose shape was read late.
-        late: the values of the tensors that were read with it.
-    """
+    """The result of verifying one draft; ``path`` holds indices in ``drafted``."""
 
     drafted: tuple[int, ...]
-    accepted: int
-    next_token: int
-    last: Tensor = field(compare=False, repr=False)
-    path: tuple[int, ...] | None = None
-    parents: tuple[int, ...] | None = None
-    late: Sequence[list[Any]] = field(default=(), compare=False, repr=False)
+    accepted: int  # how many tokens the target accepted: the first ones of a chain, or those on ``path`` of a tree
+    next_token: int  # the target's own token after them
+    last: Tensor = field(compare=False, repr=False)  # ``[1]`` int64: next_token on the device, for a pass without transfer
+    path: tuple[int, ...] | None = None  # of a tree's accepted tokens, each a child of the one before; None for a chain
+    parents: tuple[int, ...] | None = None  # of a drafted tree; None for a chain, or one branch whose shape was read late
+    late: Sequence[list[Any]] = field(default=(), compare=False, repr=False)  # values of tensors that were read with it
 
     @property
     def rows(self) -> list[int]:

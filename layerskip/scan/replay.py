@@ -33,14 +33,12 @@ from layerskip.texts.continuations import Continuation
 class Trace:
     """The drafts of one mask from every position of a continuation; NaN where they were not computed.
 
-    Args:
-        confidence: ``[S, depth]`` float64: the draft's probability of its most likely token.
-        acceptance: ``[S, depth]`` float64: the probability that a drafted token is accepted, given that those before it were
-            and that the continuation is the output; 1 or 0 for greedy decoding.
+    Acceptance is the probability that a drafted token is accepted, given that those before it were and that the continuation
+    is the output; 1 or 0 for greedy decoding.
     """
 
-    confidence: NDArray[np.float64]
-    acceptance: NDArray[np.float64]
+    confidence: NDArray[np.float64]  # ``[S, depth]``: the draft's probability of its most likely token
+    acceptance: NDArray[np.float64]  # ``[S, depth]``
 
     @property
     def depth(self) -> int:

@@ -115,8 +115,7 @@ class StartPack:
 class TextBatch:
     """Continuations with the target's states, and every start of a draft in them, by number.
 
-    Args:
-        max_bytes: budget for the states. Continuations beyond it are left out, except the first. None for no limit.
+    Continuations whose states are beyond a budget of ``max_bytes`` are left out, except the first; None for no limit.
     """
 
     @torch.inference_mode()

@@ -58,25 +58,15 @@ class Workload:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is to be measured: configurations and plain decoding on the same prompts, close to each other in time.
+    """What is to be measured: configurations and plain decoding on the same prompts, close to each other in time."""
 
-    Args:
-        configs: by name; none of them is called ``baseline``.
-        prompts: at least one.
-        task: how tokens are chosen, how many per prompt and turn, and the seed of the draws and the order.
-        workload: requests in flight.
-        repeats: how often every prompt is decoded.
-        without: names that are no longer measured; it may grow from prompt to prompt.
-        before: prompts that are decoded first, unmeasured, by drafters that learn from prompt to prompt.
-    """
-
-    configs: Mapping[str, SpeculativeConfig]
-    prompts: PromptSet
-    task: Task
-    workload: Workload = Workload()
-    repeats: int = 1
-    without: Collection[str] = ()
-    before: PromptSet | None = None
+    configs: Mapping[str, SpeculativeConfig]  # by name; none of them is called ``baseline``
+    prompts: PromptSet  # at least one
+    task: Task  # how tokens are chosen, how many per prompt and turn, and the seed of the draws and the order
+    workload: Workload = Workload()  # requests in flight
+    repeats: int = 1  # how often every prompt is decoded
+    without: Collection[str] = ()  # names that are no longer measured; it may grow from prompt to prompt
+    before: PromptSet | None = None  # prompts decoded first, unmeasured, by drafters that learn from prompt to prompt
 
 
 class Backend(Protocol):

@@ -36,15 +36,9 @@ _METHODS = ("plain", "static", "prompt_lookup", "early_exit", "assistant", "univ
 class Peer:
     """One decoding method of transformers.
 
-    Args:
-        method: ``plain``, ``static`` (``cache_implementation="static"``, which compiles the passes on CUDA),
-            ``prompt_lookup`` (``prompt_lookup_num_tokens``), ``early_exit`` (``assistant_early_exit``), ``assistant``
-            (``assistant_model``) or ``universal`` (the same with two tokenizers).
-        num_speculative_tokens: tokens drafted per round; None keeps transformers' default.
-        exit_layer: number of layers that the draft of ``early_exit`` keeps; None for half of them.
-        draft_model: of ``assistant`` and ``universal``.
-        confidence: confidence below which drafting stops; 0 never stops; None keeps transformers' default.
-        dtype: of the weights that it decodes with, loaded once more; None for the target's.
+    It is ``plain``, ``static`` (``cache_implementation="static"``, which compiles the passes on CUDA), ``prompt_lookup``
+    (``prompt_lookup_num_tokens``), ``early_exit`` (``assistant_early_exit``), ``assistant`` (``assistant_model``) or
+    ``universal`` (the same with two tokenizers).
 
     Raises:
         InputError: the method is unknown.
@@ -53,12 +47,12 @@ class Peer:
 
     target: Target
     method: str
-    num_speculative_tokens: int | None = None
+    num_speculative_tokens: int | None = None  # tokens drafted per round; None keeps transformers' default
     prompt_lookup_max: int = 3
-    exit_layer: int | None = None
-    draft_model: str = ""
-    confidence: float | None = 0.0
-    dtype: str | None = None
+    exit_layer: int | None = None  # number of layers that the draft of ``early_exit`` keeps; None for half of them
+    draft_model: str = ""  # of ``assistant`` and ``universal``
+    confidence: float | None = 0.0  # confidence below which drafting stops; 0 never stops; None keeps transformers' default
+    dtype: str | None = None  # of the weights that it decodes with, loaded once more; None for the target's
 
     def __post_init__(self) -> None:
         check_list("method", [self.method], _METHODS)

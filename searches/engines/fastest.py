@@ -28,16 +28,12 @@ _EARLIER = "layerskip.engines/1"  # without the winner's configuration
 class FastestEngine:
     """The claim that one contender of a race is faster than a plain decoding by so much.
 
-    Args:
-        record: the contents of ``engines.json``.
-        file: its path. Beside it, ``best.json`` has the configuration of this library's winner.
-
     Raises:
         InputError: the record is damaged.
     """
 
-    record: Mapping[str, Any]
-    file: Path
+    record: Mapping[str, Any]  # the contents of ``engines.json``
+    file: Path  # its path. Beside it, ``best.json`` has the configuration of this library's winner
 
     def __post_init__(self) -> None:
         try:
@@ -107,17 +103,13 @@ class FastestEngine:
 
 @dataclass(eq=False)
 class FastestBackend(Backend):
-    """The fastest contender beside what it was faster than. Outputs are compared with our plain decoding.
-
-    Args:
-        folder: keeps what engines load.
-    """
+    """The fastest contender beside what it was faster than. Outputs are compared with our plain decoding."""
 
     name: ClassVar[str] = "engines"
     exact: ClassVar[bool] = False
     target: Target
     claim: FastestEngine
-    folder: Path
+    folder: Path  # keeps what engines load
 
     def __post_init__(self) -> None:
         check_on_cpu(self.target)

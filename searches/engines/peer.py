@@ -80,15 +80,6 @@ def asked_dtype(target: Target) -> str:
 class EnginePeer:
     """One decoding method of an inference engine.
 
-    Args:
-        folder: where the target's model, and what the engine makes of it, are kept.
-        engine: one of ``ENGINES``; ``xllamacpp`` (llama.cpp) reads the target's GGUF file.
-        method: ``plain``, ``prompt_lookup`` or ``draft_model``.
-        python: the interpreter in which the engine is installed; None for that of :func:`interpreter`.
-        dtype: ``float32``, ``bfloat16`` or ``float16`` in the engine; None for the target's. ``xllamacpp`` ignores it.
-        draft_model: a folder, hub id or GGUF file of the method ``draft_model``.
-        start_seconds, limit_seconds: within which it loads, and decodes a prompt; None for ten minutes.
-
     Attributes:
         precision: of the engine's arithmetic and its cache, as it states them; it may not follow ``dtype``.
         rounds_to: the data type to which it rounds at most.
@@ -100,16 +91,16 @@ class EnginePeer:
     """
 
     target: Target
-    folder: Path
-    engine: str
-    method: str
-    python: str | None = None
+    folder: Path  # where the target's model, and what the engine makes of it, are kept
+    engine: str  # one of ``ENGINES``; ``xllamacpp`` (llama.cpp) reads the target's GGUF file
+    method: str  # ``plain``, ``prompt_lookup`` or ``draft_model``
+    python: str | None = None  # the interpreter in which the engine is installed; None for that of :func:`interpreter`
     num_speculative_tokens: int = 8
     prompt_lookup_max: int = 3
-    dtype: str | None = None
-    draft_model: str = ""
-    start_seconds: float | None = None
-    limit_seconds: float | None = None
+    dtype: str | None = None  # ``float32``, ``bfloat16`` or ``float16``; None for the target's; ``xllamacpp`` ignores it
+    draft_model: str = ""  # a folder, hub id or GGUF file of the method ``draft_model``
+    start_seconds: float | None = None  # within which it loads; None for ten minutes
+    limit_seconds: float | None = None  # within which it decodes a prompt; None for ten minutes
 
     def __post_init__(self) -> None:
         check_list("engine", [self.engine], ENGINES)

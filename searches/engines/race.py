@@ -34,44 +34,32 @@ PLAIN, WINNER = "layerskip, plain", "layerskip, the winner"
 class RaceRow:
     """A contender of a race: its engine and method, and its metrics against the fastest plain decoding.
 
-    Args:
-        own_speedup: over the plain decoding of the same engine, with its interval; None for plain decoding itself.
-        same_outputs: of how many prompts the tokens are those of the same engine's plain decoding, and of how many.
-        reference: comparisons with our plain decoding: ``compared``, ``same``, ``near_ties`` that rounding to the engine's
-            data type explains, and ``changed`` outputs.
-        precision: of the engine's arithmetic and cache, as it states them.
-        command: what decodes so without this program.
-        ended: the error that ended it, if it was not measured to the end.
+    ``reference`` counts comparisons with our plain decoding: ``compared``, ``same``, ``near_ties`` that rounding to the
+    engine's data type explains, and ``changed`` outputs.
     """
 
     name: str
     measured: dict[str, Any]
-    own_speedup: Sequence[float] | None
-    same_outputs: Sequence[int]
+    own_speedup: Sequence[float] | None  # over the same engine's plain decoding, with its interval; None for plain decoding
+    same_outputs: Sequence[int]  # prompts whose tokens are those of the same engine's plain decoding, and of how many
     reference: dict[str, int]
-    precision: dict[str, str] = field(default_factory=dict)
+    precision: dict[str, str] = field(default_factory=dict)  # of the engine's arithmetic and cache, as it states them
     version: str = ""
-    command: str = ""
-    ended: str = ""
+    command: str = ""  # what decodes so without this program
+    ended: str = ""  # the error that ended it, if it was not measured to the end
 
 
 @dataclass(frozen=True)
 class Race:
-    """The results of a race, fastest first.
-
-    Args:
-        level: contenders that cannot be distinguished from the fastest: the interval of their paired speeds contains 1.
-        left_out: sentences on engines that could not be measured at all.
-        notes: sentences on those without trials, and on those that decode another model.
-    """
+    """The results of a race, fastest first."""
 
     rows: tuple[RaceRow, ...]
     fastest_plain: str
     prompts: int
-    left_out: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()  # sentences on engines that could not be measured at all
+    notes: tuple[str, ...] = ()  # sentences on those without trials, and on those that decode another model
     trials: tuple[EngineTrial, ...] = ()
-    level: tuple[str, ...] = ()
+    level: tuple[str, ...] = ()  # cannot be distinguished from the fastest: the interval of their paired speeds contains 1
 
     @property
     def fastest(self) -> RaceRow:

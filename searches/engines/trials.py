@@ -73,14 +73,10 @@ def reason_against(engine: str, plain: float, leader: float, drafts: Sequence[st
 
 @dataclass
 class EngineTrials:
-    """The trials of one engine, with the engines that stay loaded: the fastest so far, and the usual lookup.
-
-    Args:
-        load: starts the engine with the settings of a trial.
-    """
+    """The trials of one engine, with the engines that stay loaded: the fastest so far, and the usual lookup."""
 
     engine: str
-    load: Callable[..., EnginePeer]
+    load: Callable[..., EnginePeer]  # starts the engine with the settings of a trial
     target: Target
     prompts: PromptSet
     task: Task

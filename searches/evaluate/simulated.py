@@ -63,18 +63,12 @@ def draw_prompts(count: int, seed: int) -> PromptSet:
 
 @dataclass(frozen=True, eq=False)
 class Landscape:
-    """Costs and acceptance of a simulated decoder.
-
-    Args:
-        profile: cost of every part. Layers cost the same, and every drafted token adds the same seconds to verification.
-        losses: ``[2, layers]``: loss of acceptance by skipping the attention and the MLP of each layer, on a log scale.
-        copying: added to the copying of all prompts, on a logit scale.
-    """
+    """Costs and acceptance of a simulated decoder."""
 
     seed: int
-    profile: CostProfile
-    losses: Floats
-    copying: float = 0.0
+    profile: CostProfile  # of every part; layers cost the same, each drafted token adds the same seconds to verification
+    losses: Floats  # ``[2, layers]``: loss of acceptance by skipping the attention and the MLP of each layer, on a log scale
+    copying: float = 0.0  # added to the copying of all prompts, on a logit scale
 
     @classmethod
     def draw(cls, seed: int, layers: int = 16, prospect: str = "hopeful") -> Landscape:
@@ -197,21 +191,13 @@ class Machine:
 
 @dataclass(frozen=True)
 class SimulatedBackend(Backend):
-    """A back end that decodes nothing. It may sleep for the seconds of a simulated decoder, which needs no processor.
+    """A back end that decodes nothing. It may sleep for the seconds of a simulated decoder, which needs no processor."""
 
-    Args:
-        target: gives the number of layers of a landscape that is drawn.
-        seed: of that landscape.
-        pace: real seconds of sleep per simulated second.
-        landscape: None draws one.
-        machine: its drift continues from one comparison to the next; None makes one from the seed of each.
-    """
-
-    target: Any = field(default=None, metadata={"runtime": True})
-    seed: int = 0
-    pace: float = 0.0
-    landscape: Landscape | None = None
-    machine: Machine | None = None
+    target: Any = field(default=None, metadata={"runtime": True})  # gives the number of layers of a landscape that is drawn
+    seed: int = 0  # of that landscape
+    pace: float = 0.0  # real seconds of sleep per simulated second
+    landscape: Landscape | None = None  # None draws one
+    machine: Machine | None = None  # its drift continues from comparison to comparison; None makes one from the seed of each
     name: ClassVar[str] = "simulated"
     exact: ClassVar[bool] = True
 
