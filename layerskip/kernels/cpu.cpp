@@ -671,6 +671,16 @@ void attend(const float* queries, const float* keys, const float* values, const 
     }
 }
 
+// Returns how many queries of `wanted` share the reading of their keys, so that no thread works long.
+int64_t fastest_size(int64_t groups, int64_t wanted, int64_t threads) {
+  int64_t best = 1, least = std::numeric_limits<int64_t>::max();
+  for (int64_t size = 1; size <= std::min<int64_t>(wanted, 4); ++size) {
+    const int64_t items = groups * ((wanted + size - 1) / size), work = (items + threads - 1) / threads * (2 + size);
+    if (work <= least) best = size, least = work;
+  }
+  return best;
+}
+
 // A decoder layer of the usual form; null pointers mark norms and biases that a model lacks.
 struct Layer {
   const Weight* weights[7];  // of queries, keys, values, the output of attention, gate, up, down
@@ -729,10 +739,12 @@ void normalise(const float* rows, const float* scale, float* results, int64_t co
 
 // Decoder layers of one shape, one after the other: hidden [count, inputs] to outputs [layers, count, inputs]. Keys and values of
 // those with attention, [heads, capacity, width], have `start` positions and take the new ones. visible [count, visible_stride]
-// says which positions a row sees; null if there is one row, which sees all.
+// says which positions a row sees; null if there is one row, which sees all. The output layer is null, or computes logits
+// [last, its outputs] of the last rows of states [count, inputs], which are those after the last layer and a norm.
 void decode(const Layer* const* layers, int64_t number, const float* hidden, float* outputs, const float* cosine,
             const float* sine, float* const* keys, float* const* values, const uint8_t* visible, int64_t count,
-            int64_t rotated, int64_t start, int64_t capacity, int64_t visible_stride, int threads) {
+            int64_t rotated, int64_t start, int64_t capacity, int64_t visible_stride, int threads, const float* norm,
+            float epsilon, const Weight* output_layer, float* states, float* logits, int64_t last) {
   const Weight* const* const shapes = layers[0]->weights;
   const int64_t inputs = shapes[0]->inputs, inner = shapes[4]->outputs, width = layers[0]->width, length = start + count;
   const int64_t all = shapes[0]->outputs, groups = shapes[1]->outputs / width, members = all / width / groups;
@@ -752,6 +764,7 @@ void decode(const Layer* const* layers, int64_t number, const float* hidden, flo
   float* const gates = added + count * inputs;
   float* const factors = gates + count * inner;
   float* const owned = factors + count * inner;
+  constexpr decltype(&attend<1>) together_of[] = {attend<1>, attend<2>, attend<3>, attend<4>};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     Clock clock;
@@ -779,8 +792,8 @@ void decode(const Layer* const* layers, int64_t number, const float* hidden, flo
         clock.wait(PRODUCTS);
         heads.place();
         clock.wait(OTHERS);
-        // The queries of a key's head, row by row. Four share the reading of a key, if that leaves work for every thread.
-        const int64_t wanted = members * count, size = groups * wanted >= 16 * threads ? 4 : 1;
+        // The queries of a key's head, row by row. Up to four share the reading of a key.
+        const int64_t wanted = members * count, size = fastest_size(groups, wanted, threads);
         const int64_t parts = (wanted + size - 1) / size;
         const Share share(groups * parts);
         for (int64_t item = share.begin; item < share.end; ++item) {
@@ -790,14 +803,14 @@ void decode(const Layer* const* layers, int64_t number, const float* hidden, flo
           const float* const of_values = values[place] + group * capacity * width;
           const Seen* see[4];
           float* results[4];
-          bool alike = together == 4;
+          bool alike = true;
           for (int64_t i = 0; i < together; ++i) {
             const int64_t row = (first + i) % count;
             see[i] = seen + row, alike = alike && see[i]->begin == see[0]->begin;
             results[i] = attended + row * all + (group * members + (first + i) / count) * width;
           }
           if (alike)
-            attend<4>(from, of_keys, of_values, see, width, layer.scale, scores, stride, results);
+            together_of[together - 1](from, of_keys, of_values, see, width, layer.scale, scores, stride, results);
           else
             for (int64_t i = 0; i < together; ++i)
               attend<1>(from + i * width, of_keys, of_values, see + i, width, layer.scale, scores, stride, results + i);
@@ -822,6 +835,15 @@ void decode(const Layer* const* layers, int64_t number, const float* hidden, flo
         multiply_share(*weights[6], gates, added, count, panels);
         add_share(between, added, after, layer.norms[6], layer.epsilons[6], count, inputs, own, clock);
       }
+    }
+    if (output_layer) {
+      const float* const rows = outputs + (number - 1) * count * inputs;
+      for (int64_t row = 0; row < count; ++row)
+        normalise_row(rows + row * inputs, norm, own + row * inputs, inputs, epsilon);
+      if (omp_get_thread_num() == 0) std::copy(own, own + count * inputs, states);
+      clock.end(OTHERS);
+      multiply_share(*output_layer, own + (count - last) * inputs, logits, last, Share(panels_of(output_layer->outputs)));
+      clock.wait(PRODUCTS);
     }
   }
 }

@@ -404,6 +404,32 @@ class DecoderStack:
             start: the number of positions before.
             seen: ``[1, 1, n, start + n]`` bool, the positions that each row sees; None if a single row sees all.
         """
+        return self._run(hidden, positions, start, seen, None, 0.0, None, None, None, 0)
+
+    def logits(
+        self,
+        hidden: Tensor,
+        positions: tuple[Tensor, Tensor],
+        start: int,
+        seen: Tensor | None,
+        norm: tuple[Tensor, float],
+        output: FewRowsWeight,
+        last: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the hidden states ``[n, H]`` after all layers and a norm, and the logits ``[last, V]`` of the last ones.
+
+        Args:
+            norm: its factors ``[H]`` float32, and the number that is added to the mean of the squares.
+            output: the weight ``[V, H]`` of the output layer. Other arguments are those of a call.
+        """
+        states, logits = hidden.new_empty(hidden.shape[1:]), hidden.new_empty(last, output.outputs)
+        ending = norm[0].data_ptr(), norm[1], output.address, states.data_ptr(), logits.data_ptr(), last
+        self._run(hidden, positions, start, seen, *ending)
+        return states, logits
+
+    def _run(
+        self, hidden: Tensor, positions: tuple[Tensor, Tensor], start: int, seen: Tensor | None, *ending: Any
+    ) -> Tensor:
         rows, (cosine, sine) = hidden.contiguous(), (part.contiguous() for part in positions)
         outputs = rows.new_empty((len(self.layers), *rows.shape))
         self._decode(
@@ -422,6 +448,7 @@ class DecoderStack:
             self._capacity,
             0 if seen is None else seen.stride(2),
             _threads(),
+            *ending,
         )
         return outputs
 
@@ -523,7 +550,7 @@ def _library() -> Any:
         "set_clock": [pointer],
         "multiply": [pointer] * 3 + [size, number],
         "normalise": [pointer] * 3 + [size] * 2 + [ctypes.c_float],
-        "decode": [pointer, size] + [pointer] * 7 + [size] * 5 + [number],
+        "decode": [pointer, size] + [pointer] * 7 + [size] * 5 + [number, pointer, ctypes.c_float] + [pointer] * 3 + [size],
     }.items():
         getattr(library, name).argtypes, getattr(library, name).restype = arguments, None
     return library

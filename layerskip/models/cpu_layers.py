@@ -126,6 +126,11 @@ class _Norm(nn.Module):
         return 1 + weight if self.offset else weight, self.epsilon
 
 
+def factors_of_norm(norm: nn.Module, width: int) -> tuple[Tensor, float] | None:
+    """Return the factors ``[width]`` and ``epsilon`` of a root-mean-square norm; None of another module."""
+    return norm.factors(width) if isinstance(norm, _Norm) else None
+
+
 def _terms_of_norm(norm: Any) -> tuple[int, float] | None:
     """Return what a norm adds to its weight, 0 or 1, and to the mean of the squares; None if it computes something else."""
     weight, epsilon = norm.weight, float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
@@ -374,7 +379,7 @@ class _DecoderLayer(nn.Module):
             and isinstance(attention.scaling, float)
         )
         norms, sizes = self._norms(), [width] * 3 + [hidden] * 4
-        factors = [norm.factors(size) if isinstance(norm, _Norm) else None for norm, size in zip(norms, sizes, strict=True)]
+        factors = [factors_of_norm(norm, size) for norm, size in zip(norms, sizes, strict=True)]
         if not fit or factors.count(None) != norms.count(None):
             return None
         biases, has = [layer.bias for layer in projections], (attention in kept, mlp in kept)

@@ -8,6 +8,7 @@ other names than that form does, and if first results equal those of its own ``f
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,9 +19,12 @@ from transformers import PreTrainedModel
 from layerskip.kernels.cpu import MOST_ROWS, DecoderStack
 from layerskip.models.architecture import is_skipped
 from layerskip.models.cache import KVCache
-from layerskip.models.cpu_layers import is_step, run_of, uses
+from layerskip.models.cpu_layers import factors_of_norm, is_step, run_of, uses
 from layerskip.models.forward import body_of, receive
+from layerskip.models.packing import few_rows_weight
+from layerskip.models.positions import depends_on_positions_alone
 
+_AHEAD = 128  # positions
 _BODY = "arange create_causal_mask embed_tokens get_seq_length layers norm rotary_emb"
 _BODY_MAY_USE = (
     "BaseModelOutputWithPast DynamicCache ValueError config create_sliding_window_causal_mask device dict enumerate "
@@ -45,6 +49,9 @@ class CpuPass:
         body = body_of(model)
         usual = uses(model, _MODEL, _MODEL_MAY_USE) and uses(body, _BODY, _BODY_MAY_USE) and _sees_all(model)
         self._layers = _kept_layers(body)
+        # The cosines and sines of a text from a position on; of so many, where they depend on each position alone.
+        self._table: tuple[Tensor, Tensor] | None = None
+        self._first, self._ahead = 0, _AHEAD if depends_on_positions_alone(model) else 0
         if not usual or not self._layers:
             raise ValueError(f"{type(model).__name__} has another form")
         self.harmless: list[Any] = [receive]  # hooks, and other ``forward`` of layers, that need not know of a pass
@@ -75,29 +82,43 @@ class CpuPass:
         if stack is None:
             return None
         body: Any = body_of(model)
-        replaced = (vars(module).get("forward") for module in (model, body, *self._layers))
-        if not all(map(self._is_harmless, replaced)) or self._has_hooks(stack, model, body):
+        output: Any = model.get_output_embeddings()
+        modules: tuple[Any, ...] = (model, body, body.norm, body.rotary_emb, output, *self._layers)
+        replaced = (vars(module).get("forward") for module in modules)
+        if not all(map(self._is_harmless, replaced)) or self._has_hooks(stack, modules, body):
             return None
         hidden = body.embed_tokens(tokens[None])
+        norm, weight = factors_of_norm(body.norm, hidden.shape[2]), few_rows_weight(output)
+        if norm is None or weight is None or weight.inputs != hidden.shape[2] or output.bias is not None:
+            return None
         if not all(is_step(module, hidden, MOST_ROWS) for module in (model, body, self._layers[0])):
             return None
-        positions = torch.arange(start, start + count, device=device) if positions is None else positions
         if seen is None and count > 1:
             seen = torch.ones(1, 1, count, start + count, dtype=torch.bool, device=device).tril_(start)
-        states = body.norm(stack(hidden, body.rotary_emb(hidden, positions[None]), start, seen)[-1])
-        output: Any = model.get_output_embeddings()
-        return states[0], output(states[:, count - last :])[0]
+        rotary = self._rotary(body, hidden, start) if positions is None else body.rotary_emb(hidden, positions[None])
+        return stack.logits(hidden, rotary, start, seen, norm, weight, last)
 
-    def _has_hooks(self, stack: DecoderStack, model: PreTrainedModel, body: Any) -> bool:
+    def _rotary(self, body: Any, hidden: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """Return the cosine and sine ``[1, n, rotated]`` of the positions of hidden states ``[1, n, H]`` from one on."""
+        count, at = hidden.shape[1], start - self._first
+        if self._table is None or not 0 <= at <= self._table[0].shape[1] - count:
+            table = body.rotary_emb(hidden, torch.arange(start, start + max(count, self._ahead), device=hidden.device)[None])
+            if not self._ahead:
+                return table  # type: ignore[no-any-return]
+            self._first, at, self._table = start, 0, table
+        cosine, sine = self._table
+        return cosine[:, at : at + count], sine[:, at : at + count]
+
+    def _has_hooks(self, stack: DecoderStack, modules: Sequence[Any], body: Any) -> bool:
         """Return whether a hook wants to know of the passes of a text; its stack is another one after any hook was added."""
         if self._stack is None or self._stack() is not stack:
             hooks = [
                 hook
-                for module in (model, body, *body.layers)
+                for module in (*modules[:5], *body.layers)
                 for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
             ]
             same = [*map(id, self._layers)] == [*map(id, _kept_layers(body))]
-            self._stack = weakref.ref(stack)
+            self._stack, self._table = weakref.ref(stack), None
             is_global: bool = _has_any_global_hook()  # type: ignore[no-untyped-call]
             self._is_hooked = not same or is_global or not all(map(self._is_harmless, hooks))
         return self._is_hooked

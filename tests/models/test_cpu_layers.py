@@ -74,13 +74,13 @@ def forms(view: PreTrainedModel) -> set[type[nn.Module]]:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of layers of each call."""
     numbers: list[int] = []
-    compute = DecoderStack.__call__
+    compute = DecoderStack._run
 
     def counted(self: DecoderStack, *args: Any) -> Any:
         numbers.append(len(self.layers))
         return compute(self, *args)
 
-    monkeypatch.setattr(DecoderStack, "__call__", counted)
+    monkeypatch.setattr(DecoderStack, "_run", counted)
     return numbers
 
 
