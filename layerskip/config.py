@@ -157,6 +157,7 @@ def shared(name: str, **changes: Any) -> Field:
 class Method:
     """The declaration of a method. Everything that a program lists by method is derived from it.
 
+    ``benchmark`` has the values of the benchmark's row that differ from the first configuration; None leaves the method out.
     ``fields`` are those that a configuration of this method has, apart from ``method``. Those that are no attributes of
     :class:`SpeculativeConfig` are read by :meth:`SpeculativeConfig.value`.
     """
@@ -174,7 +175,7 @@ class Method:
     second: bool = True  # whether a cascade may put it after a prompt lookup
     paired: bool = False  # whether a study tries its first configuration after a prompt lookup at once
     also: tuple[Mapping[str, Any], ...] = ()  # further configurations that a study tries first, as values by field
-    benchmark: Mapping[str, Any] | None = field(default_factory=dict)  # row's values that differ from first; None: no row
+    benchmark: Mapping[str, Any] | None = field(default_factory=dict)
     engine_method: str = ""  # the term of engines for this way of drafting; empty if they have none
     no_engine: str = "no engine knows it"  # why engines cannot draft in this way
 

@@ -42,7 +42,7 @@ class VerifyPass:
     """Verification of drafts after a prompt, with the results discarded. Prompt and drafts are meaningless tokens."""
 
     def __init__(self, target: Target, context: int, longest: int, sampling: Sampling = Sampling(), seed: int = 0) -> None:
-        self.context = max(context, longest)  # positions in the cache between passes; drafts repeat tokens of the prompt
+        self.context = max(context, longest)  # positions in the cache between passes; drafts repeat so many
         self.cache = acquire_cache(target.model, target.layers, self.context + longest + 1, target.device, holder=self)
         self.tokens = copy_to_device([token % target.vocabulary for token in range(self.context)], target.device)
         self.chooser = Chooser(sampling, target.vocabulary, target.device, seed)

@@ -843,7 +843,7 @@ void decode(const Layer* const* layers, int64_t number, const float* hidden, flo
       if (omp_get_thread_num() == 0) std::copy(own, own + count * inputs, states);
       clock.end(OTHERS);
       multiply_share(*output_layer, own + (count - last) * inputs, logits, last, Share(panels_of(output_layer->outputs)));
-      clock.wait(PRODUCTS);
+      if (clock.seconds) clock.wait(PRODUCTS);
     }
   }
 }

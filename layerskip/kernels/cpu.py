@@ -221,6 +221,7 @@ class Blocks:
 def _better_fit(groups: Tensor, factors: Tensor, largest: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes ``[rows, in]``, scales and offsets of groups ``[rows, n, size]``; ``factors [n, size]`` sum up to 1."""
     (low, high), means = groups.aminmax(dim=-1), (groups * factors).sum(-1)
+    centred = groups - means.unsqueeze(-1)
     best: tuple[Tensor, ...] = ()
     for share in _RANGES:
         scales, offsets = _in_half((high - low) * (share / largest)), _in_half((low + high - (high - low) * share) / 2)
@@ -230,9 +231,10 @@ def _better_fit(groups: Tensor, factors: Tensor, largest: int) -> tuple[Tensor, 
             codes = ((groups - offsets.unsqueeze(-1)) / scales.unsqueeze(-1)).round_().clamp_(0, largest)
             if step < _STEPS:
                 middles = (codes * factors).sum(-1)
-                distances = (codes - middles.unsqueeze(-1)) * factors
-                squares = (distances * codes).sum(-1)
-                scales = _in_half(torch.where(squares > 0, (distances * groups).sum(-1) / squares, scales))
+                distances = codes - middles.unsqueeze(-1)  # centred, because one input may have nearly all of the importance
+                weighted = distances * factors
+                squares = (weighted * distances).sum(-1)
+                scales = _in_half(torch.where(squares > 0, (weighted * centred).sum(-1) / squares, scales))
                 offsets = _in_half(means - scales * middles)
         errors = ((codes * scales.unsqueeze(-1) + offsets.unsqueeze(-1) - groups).square_() * factors).sum(-1)
         found = codes, scales.unsqueeze(-1), offsets.unsqueeze(-1), errors.unsqueeze(-1)

@@ -31,7 +31,8 @@ _SHARE = 0.25  # of the machine's memory, the most that packed weights may take 
 _ROWS = 4  # rows of input for which layouts are chosen; a thousand rows lose nothing by it
 _LEAST = {torch.float32: 2**17, torch.bfloat16: 2**14}  # values; of fewer, a call takes longer than the product
 _SAMPLED = 8  # values that detect a change of a weight
-_RANDOM = 256  # tokens from which inputs are weighed
+_RANDOM = 64  # tokens from which inputs are weighed
+_LEAST_IMPORTANCE = 1e-6  # of the mean importance, the least that an input has
 _FILE_BLOCK = 32  # inputs of the smallest blocks of a file
 
 
@@ -162,12 +163,19 @@ def weigh_inputs(model: PreTrainedModel) -> None:
     finally:
         for hook in hooks:
             hook.remove()
+    for layer in layers:  # those that tokens do not reach, too, such as a vision tower's
+        _importance.setdefault(layer.weight, None)
 
 
 def _weigh(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
     squares = args[0].detach().float().flatten(0, -2).square().mean(0)
-    # Powers of two, because sums differ in their last bits from run to run, and the copies should not.
-    _importance[layer.weight] = squares.clamp_min(torch.finfo(torch.float32).tiny).log2_().round_().exp2_()
+    if not squares.isfinite().all() or not squares.any():  # as of an expert without tokens
+        return
+    squares = squares.clamp_min(_LEAST_IMPORTANCE * squares.mean())  # a text may use inputs that random tokens do not
+    if (before := _importance.get(layer.weight)) is not None:  # another layer has the same weight
+        squares = torch.maximum(squares, before)
+    # Powers of two, because sums differ in their last bits from run to run, and copies should seldom do.
+    _importance[layer.weight] = squares.log2_().round_().exp2_()
 
 
 def copy_bytes(weight: Tensor, bits: int) -> int:

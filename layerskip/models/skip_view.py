@@ -20,6 +20,7 @@ from layerskip.draft_plan import BITS, DraftPlan, PlanError
 from layerskip.models.architecture import Architecture, UnsupportedModel, architecture, replace_forward
 from layerskip.models.attention import use_grouped_attention
 from layerskip.models.cache import KVCache
+from layerskip.models.cache_pool import generation_lock
 from layerskip.models.compiled_layers import compile_mode, set_compiling
 from layerskip.models.cpu_layers import fuse_layers, is_whole_layer
 from layerskip.models.cpu_pass import fuse_pass
@@ -80,7 +81,8 @@ def _detected(model: PreTrainedModel, plan: DraftPlan) -> Architecture | None:
 def read_bits(model: PreTrainedModel, view: PreTrainedModel, detected: Architecture | None, plan: DraftPlan) -> None:
     """Let the linear layers of a view of a model read the bits of a plan; ``detected`` may be None for one format."""
     if plan.formats:
-        weigh_inputs(model)
+        with generation_lock(model):  # hooks are on its layers meanwhile
+            weigh_inputs(model)
     for part, bits in _parts(view, detected, plan):
         read_at(part, bits)
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from layerskip import DraftPlan, TargetError, load_target
 from layerskip.decoding.tree import TreeModel
 from layerskip.kernels.cpu import DecoderStack, has_kernels
-from layerskip.models import loading, packing
+from layerskip.models import cpu_pass, loading, packing
 from layerskip.models.cache import KVCache
 from layerskip.models.cpu_layers import _DecoderLayer, _Norm
 from layerskip.models.forward import Features, forward
@@ -300,8 +300,11 @@ def own_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ("phi3", False),  # layers of another form
     ],
 )
-def test_a_pass_of_the_usual_form_calls_no_forward_of_the_model(family: str, is_usual: bool, own_passes: list[int]) -> None:
+def test_a_pass_of_the_usual_form_calls_no_forward_of_the_model(
+    family: str, is_usual: bool, own_passes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Logits and features are those of that ``forward``, bit by bit."""
+    monkeypatch.setattr(cpu_pass, "_AHEAD", 4)
     model, text = in_bfloat16(family), tokens_of(60)
     usual, own = shared_copy(model), shared_copy(model)
     vars(own).pop("cpu_pass", None)
@@ -314,7 +317,10 @@ def test_a_pass_of_the_usual_form_calls_no_forward_of_the_model(family: str, is_
         for view, cache in zip((usual, own), caches, strict=True):
             forward(view, text[30:31], cache, 1)
         own_passes.clear()
-        for count, last in ((1, 0), (3, 2), (1, 0), (24, 1)):
+        for count, last in ((1, 0), (3, 2), (1, 0), (24, 1), (1, 1), (2, 1)):  # of which the table of positions holds 4
+            if count == 2:
+                for cache in caches:
+                    cache.length = 33  # positions before those of the table
             results = []
             for view, cache in zip((usual, own), caches, strict=True):
                 features, block = Features(), text[cache.length : cache.length + count]
@@ -323,7 +329,26 @@ def test_a_pass_of_the_usual_form_calls_no_forward_of_the_model(family: str, is_
                 results += [logits, features.states]
             assert torch.equal(results[0], results[2])
             assert torch.equal(results[1], results[3])
-    assert own_passes == [count for count in (1, 3, 1, 24) for _ in range(1 if is_usual else 2)]
+    # A pass of which all logits are wanted is not counted.
+    assert own_passes == [count for count in (1, 3, 1, 24, 2) for _ in range(1 if is_usual else 2)]
+
+
+def test_positions_that_depend_on_the_length_of_a_text_are_not_computed_ahead() -> None:
+    """After 64 positions, all of them have another scaling."""
+    scaling = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    model, text = build("llama", rope_parameters=scaling, max_position_embeddings=64).bfloat16().float(), tokens_of(40)
+    set_packing(model, True)
+    usual, own = shared_copy(model), shared_copy(model)
+    assert "cpu_pass" in vars(usual)
+    vars(own).pop("cpu_pass")
+    caches = [KVCache(model.config.num_hidden_layers, 64) for _ in range(2)]
+    with torch.inference_mode():
+        for start, end in ((0, 30), (30, 31), (31, 32), (32, 35)):
+            results = []
+            for view, cache in zip((usual, own), caches, strict=True):
+                results.append(forward(view, text[start:end], cache, 1))
+                cache.length = end
+            assert torch.equal(*results)
 
 
 class Listener:
