@@ -34,7 +34,7 @@ from layerskip.measure.measurement import MIN_RESAMPLED
 from layerskip.prompts import PromptItem
 from searches.app.application import run
 from searches.app.checks import InputError, check_number, check_whole
-from searches.app.composition import command_line
+from searches.app.targets import command_line
 from searches.backends.client import Client, Completion, RequestFailed
 from searches.backends.running_engine import Answer, Counters
 from searches.progress import say

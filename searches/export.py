@@ -25,7 +25,7 @@ from layerskip.heads.folders import save_portable
 from layerskip.models.loading import load_draft
 from searches.app.application import run
 from searches.app.checks import InputError, check_folder
-from searches.app.composition import command_line, load_exported_target
+from searches.app.targets import command_line, load_exported_target
 
 
 def export(config: DictConfig) -> None:

@@ -37,7 +37,7 @@ from layerskip.measure.measurement import MIN_RESAMPLED, Sample, check_output
 from layerskip.models.environment import environment
 from searches.app.application import run
 from searches.app.checks import InputError, check_flag, check_list, check_number, check_seed, check_whole
-from searches.app.composition import command_line
+from searches.app.targets import command_line
 from searches.backends.backend import BASELINE, CANDIDATE, Backend, BackendError, Workload
 from searches.backends.running_engine import request_metrics
 from searches.backends.selection import backend_alone, closing, described

@@ -33,8 +33,8 @@ from layerskip.measure.measurement import CONFIDENCE, MIN_RESAMPLED
 from layerskip.models.environment import machine
 from searches.app.application import NOT_CONFIRMED, run
 from searches.app.checks import InputError, check_number, check_seed, check_whole
-from searches.app.composition import command_line, load_exported_target
 from searches.app.interrupt import interrupt_code
+from searches.app.targets import command_line, load_exported_target
 from searches.backends.backend import Workload
 from searches.backends.selection import closing, described, exported_backend
 from searches.engines.fastest import FastestBackend, FastestEngine

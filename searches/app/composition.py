@@ -1,8 +1,7 @@
 """Composition of configurations: Hydra with this project's ``conf/`` and the benchmark settings of registered drafters.
 
 ``conf/`` shows the fields that most users set. Every further field of the types that its ``_target_`` fields name can be
-overridden by the same syntax, ``space.protect_first=4``; docs/configuration.md lists all of them. Targets are
-loaded here from the local disk, or as an export on the command line names them.
+overridden by the same syntax, ``space.protect_first=4``; docs/configuration.md lists all of them.
 """
 
 from __future__ import annotations
@@ -18,16 +17,13 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
-from hydra.utils import get_object, instantiate
+from hydra.utils import get_object
 from omegaconf import DictConfig, open_dict
 
-from layerskip import Export, Target, TargetError, load_target
 from layerskip.config import check_text, methods
-from layerskip.models.target import described_precision
 
 _OWN = ("layerskip.", "searches.")
 _OVERRIDE = re.compile(r"(?P<key>\w+(\.\w+)+)=")
-_HYDRA_ARGUMENT = re.compile(r"-|~\w|\+{0,2}[A-Za-z]\w*([./@]\w+)*=")  # an override, or an option, such as --cfg
 _CHOICE = re.compile(r"[+~]?\w+(@[\w.]+)?=[\w-]+$")
 _TEXT = re.compile(r"(?P<start>\+{0,2}(?P<field>[\w.]+)=)(?P<value>.+)", re.DOTALL)
 _AS_HYDRA_READS = re.compile(r"""null|'(\\.|[^'\\])*'|"(\\.|[^"\\])*"|.*\$\{[^}]*\}.*""")
@@ -59,13 +55,6 @@ def prepare_overrides(name: str, overrides: Sequence[str]) -> list[str]:
     composed = _choose(name, tuple(override for override in quoted if _CHOICE.match(override)))
     matches = [(override, _OVERRIDE.match(override)) for override in quoted]
     return [f"++{each}" if match and _is_field(composed, match["key"].split(".")) else each for each, match in matches]
-
-
-def command_line(arguments: Sequence[str], field: str = "export") -> list[str]:
-    """Return command-line arguments for Hydra; a leading path or address becomes the override of a field."""
-    if arguments and (os.path.isfile(arguments[0]) or not _HYDRA_ARGUMENT.match(arguments[0])):
-        return [f"{field}={literal(arguments[0])}", *arguments[1:]]
-    return list(arguments)
 
 
 def literal(text: str) -> str:
@@ -172,36 +161,3 @@ def _fill(node: DictConfig) -> None:
 
 def _path(made: Any) -> str:
     return f"{made.__module__}.{made.__qualname__}"
-
-
-def load_local(
-    path: str,
-    dtype: str = "auto",
-    device: str | Mapping[str, Any] = "auto",
-    trust_remote_code: bool = False,
-    pack_weights: bool | None = None,
-    quantization: Any = None,
-    compile: str = "auto",
-) -> Target:
-    """Load a target as :func:`layerskip.load_target` does, from a folder or a ``.gguf`` file, never from the hub."""
-    if not os.path.exists(path):
-        raise TargetError(f"target.path: there is no folder or file {path}")
-    return load_target(path, None, dtype, device, trust_remote_code, pack_weights, quantization, compile)
-
-
-def load_exported_target(fields: DictConfig, export: Export) -> Target:
-    """Return the model that the part ``target`` names, or else that of the export, in the export's data type by default."""
-    if fields.dtype is None:
-        fields.dtype = described_precision(export.target)
-    if "_target_" in fields:
-        target: Target = instantiate(fields)
-        return target
-    return load_target(
-        export.target["name"],
-        revision=export.target.get("revision"),
-        dtype=fields.dtype,
-        device=fields.device,
-        trust_remote_code=fields.trust_remote_code,
-        compile=fields.get("compile", "auto"),  # an export of commands decodes nothing
-        quantization=export.target.get("quantization"),
-    )

@@ -22,13 +22,12 @@ from typing import Any
 import optuna
 from optuna.distributions import CategoricalDistribution
 from optuna.exceptions import ExperimentalWarning, UpdateFinishedTrialError
-from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from layerskip import SpeculativeConfig
 from searches.app.checks import InputError, check_number, check_whole
-from searches.app.interrupt import defer_interrupt, is_interrupt
+from searches.app.interrupt import defer_interrupt
 from searches.connections import RetryingStorage
 from searches.space.search_space import SearchSpace
 from searches.study.leaderboard import FINISHED, leaderboard
@@ -91,34 +90,6 @@ class StudySettings:
             raise InputError(f"study.name: {self.name!r} cannot be the name of a folder")
         if self.storage is not None and "://" not in self.storage:
             raise InputError(f"study.storage: {self.storage} is no URL of a database, such as sqlite:///study.db")
-
-
-def auto(seed: int, registry_root: str | None = None) -> BaseSampler:
-    """Return OptunaHub's AutoSampler, no part of Optuna, which chooses a sampler by the space and the number of trials.
-
-    Args:
-        registry_root: the folder ``package`` of a copy of optunahub-registry; None downloads the sampler from GitHub and
-            runs it.
-    """
-    package = "samplers/auto_sampler"
-    try:
-        import optunahub  # optional
-
-        if registry_root is None:
-            module = optunahub.load_module(package)
-        else:
-            module = optunahub.load_local_module(package, registry_root=registry_root)
-        sampler: BaseSampler = module.AutoSampler(seed=seed)
-    except ModuleNotFoundError as error:
-        raise InputError(f"sampler: auto needs {error.name}; this package's extra optunahub installs it") from error
-    except Exception as error:  # of its downloads, or of the code that it loads
-        if is_interrupt(error):
-            raise
-        field = "sampler: auto" if registry_root is None else f"sampler.registry_root: {registry_root}"
-        hint = "; sampler.registry_root names a copy" if registry_root is None else ""
-        raise InputError(f"{field}: cannot be loaded: {str(error) or type(error).__name__}{hint}") from error
-    warnings.filterwarnings("ignore", message=".*warn_independent_sampling", category=FutureWarning)  # it sets it
-    return sampler
 
 
 def open_study(

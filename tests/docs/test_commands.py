@@ -17,7 +17,8 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from searches.app.composition import command_line, compose_config
+from searches.app.composition import compose_config
+from searches.app.targets import command_line
 from tests.searches.programs import fork
 from tests.tiny import save_tiny
 

@@ -23,7 +23,8 @@ from searches.app.checks import (
     check_whole,
     read_bytes,
 )
-from searches.app.composition import command_line, compose_config, prepare_overrides
+from searches.app.composition import compose_config, prepare_overrides
+from searches.app.targets import command_line
 
 _FIELDS = [
     *(("layerskip", field) for field in ("outputs", "target.path", "prompts.path", "study.storage", "tracking.uri")),

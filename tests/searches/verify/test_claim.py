@@ -13,7 +13,8 @@ from hydra.utils import instantiate
 from layerskip import Export, PromptSet, SpeculativeConfig, Target, TargetError, load_target
 from layerskip.models.environment import environment
 from searches.app.checks import InputError
-from searches.app.composition import compose_config, load_exported_target
+from searches.app.composition import compose_config
+from searches.app.targets import load_exported_target
 from searches.verify import Claim, Speedup, differences, judge, judge_plain
 
 RECORDS = Path(__file__).parents[3] / "notebooks" / "records"
