@@ -463,6 +463,10 @@ void normalise_row(const float* row, const float* scale, float* result, int64_t 
   for (i = 0; i < width; ++i) result[i] = row[i] * factor * scale[i];
 }
 
+void normalise_rows(const float* rows, const float* scale, float* results, int64_t count, int64_t width, float epsilon) {
+  for (int64_t row = 0; row < count; ++row) normalise_row(rows + row * width, scale, results + row * width, width, epsilon);
+}
+
 // e^x to about one unit in the last place, without branches, so that compilers vectorise it.
 inline float exponential(float x) {
   x = std::min(88.0f, std::max(-87.0f, x));
@@ -699,8 +703,7 @@ void add_share(const float* before, const float* outputs, float* after, const fl
   clock.end(PRODUCTS);
   if (norm) {
     clock.wait(OTHERS);
-    for (int64_t row = 0; row < count; ++row)
-      normalise_row(outputs + row * inputs, norm, own + row * inputs, inputs, epsilon);
+    normalise_rows(outputs, norm, own, count, inputs, epsilon);
     outputs = own;
   }
   const Share panels(panels_of(inputs));
@@ -733,7 +736,7 @@ void multiply(const float* rows, const Weight* weight, float* results, int64_t c
 // Root-mean-square norms (arXiv 1910.07467) of rows [count, width].
 void normalise(const float* rows, const float* scale, float* results, int64_t count, int64_t width, float epsilon) {
   Clock clock;
-  for (int64_t row = 0; row < count; ++row) normalise_row(rows + row * width, scale, results + row * width, width, epsilon);
+  normalise_rows(rows, scale, results, count, width, epsilon);
   clock.end(OTHERS);
 }
 
@@ -764,7 +767,7 @@ void decode(const Layer* const* layers, int64_t number, const float* hidden, flo
   float* const gates = added + count * inputs;
   float* const factors = gates + count * inner;
   float* const owned = factors + count * inner;
-  constexpr decltype(&attend<1>) together_of[] = {attend<1>, attend<2>, attend<3>, attend<4>};
+  constexpr decltype(&attend<1>) attends[] = {attend<1>, attend<2>, attend<3>, attend<4>};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     Clock clock;
@@ -778,15 +781,11 @@ void decode(const Layer* const* layers, int64_t number, const float* hidden, flo
       const Weight* const* const weights = layer.weights;
       const float* const before = place ? outputs + (place - 1) * count * inputs : hidden;
       float* const after = outputs + place * count * inputs;
-      const auto normalise = [&](const float* rows, int norm) {
-        for (int64_t row = 0; row < count; ++row)
-          normalise_row(rows + row * inputs, layer.norms[norm], own + row * inputs, inputs, layer.epsilons[norm]);
-      };
       if (layer.has_attention) {
         const Heads heads{weights, layer.biases, layer.norms, cosine, sine, products,
                           {queries, keys[place] + start * width, values[place] + start * width},
                           {count, capacity, capacity}, count, width, rotated, layer.epsilons};
-        normalise(before, 3);
+        normalise_rows(before, layer.norms[3], own, count, inputs, layer.epsilons[3]);
         clock.end(OTHERS);
         heads.multiply(own);
         clock.wait(PRODUCTS);
@@ -810,7 +809,7 @@ void decode(const Layer* const* layers, int64_t number, const float* hidden, flo
             results[i] = attended + row * all + (group * members + (first + i) / count) * width;
           }
           if (alike)
-            together_of[together - 1](from, of_keys, of_values, see, width, layer.scale, scores, stride, results);
+            attends[together - 1](from, of_keys, of_values, see, width, layer.scale, scores, stride, results);
           else
             for (int64_t i = 0; i < together; ++i)
               attend<1>(from + i * width, of_keys, of_values, see + i, width, layer.scale, scores, stride, results + i);
@@ -825,7 +824,7 @@ void decode(const Layer* const* layers, int64_t number, const float* hidden, flo
       }
       const float* const between = layer.has_attention ? after : before;
       if (layer.has_mlp) {
-        normalise(between, 5);
+        normalise_rows(between, layer.norms[5], own, count, inputs, layer.epsilons[5]);
         clock.end(OTHERS);
         multiply_share(*weights[4], own, gates, count, inners);
         multiply_share(*weights[5], own, factors, count, inners);
@@ -837,9 +836,7 @@ void decode(const Layer* const* layers, int64_t number, const float* hidden, flo
       }
     }
     if (output_layer) {
-      const float* const rows = outputs + (number - 1) * count * inputs;
-      for (int64_t row = 0; row < count; ++row)
-        normalise_row(rows + row * inputs, norm, own + row * inputs, inputs, epsilon);
+      normalise_rows(outputs + (number - 1) * count * inputs, norm, own, count, inputs, epsilon);
       if (omp_get_thread_num() == 0) std::copy(own, own + count * inputs, states);
       clock.end(OTHERS);
       multiply_share(*output_layer, own + (count - last) * inputs, logits, last, Share(panels_of(output_layer->outputs)));

@@ -205,7 +205,7 @@ class Blocks:
     @property
     def has_half_scales(self) -> bool:
         """Whether all scales and offsets are numbers of float16."""
-        return all(torch.equal(part.half().float(), part) for part in (self.scales, self.offsets))
+        return all(torch.equal(_in_half(part), part) for part in (self.scales, self.offsets))
 
     def take(self, rows: Tensor) -> Blocks:
         """Return some rows, which are given by their indices."""

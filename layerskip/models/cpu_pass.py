@@ -1,8 +1,9 @@
 """A whole pass of a causal language model over a few tokens on a CPU, if its layers run in one call.
 
-A model's own ``forward`` takes about a millisecond of Python, a sixth of a draft of few bits. Here, its modules are called
-one after the other. No model code is copied and no family is named. A model has the usual form if its ``forward`` uses no
-other names than that form does, and if first results equal those of its own ``forward`` bit by bit.
+A model's own ``forward`` takes about a millisecond of Python, a sixth of a draft of few bits. Here, its modules embed the
+tokens and their positions, and one call computes the layers, the norm after them and the output layer. No model code is
+copied and no family is named. A model has the usual form if its ``forward`` uses no other names than that form does, and
+if first results equal those of its own ``forward`` bit by bit.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from layerskip.models.forward import body_of, receive
 from layerskip.models.packing import few_rows_weight
 from layerskip.models.positions import depends_on_positions_alone
 
-_AHEAD = 128  # positions
+_AHEAD = 128  # positions whose cosines and sines are computed at once
 _BODY = "arange create_causal_mask embed_tokens get_seq_length layers norm rotary_emb"
 _BODY_MAY_USE = (
     "BaseModelOutputWithPast DynamicCache ValueError config create_sliding_window_causal_mask device dict enumerate "
@@ -49,7 +50,7 @@ class CpuPass:
         body = body_of(model)
         usual = uses(model, _MODEL, _MODEL_MAY_USE) and uses(body, _BODY, _BODY_MAY_USE) and _sees_all(model)
         self._layers = _kept_layers(body)
-        # The cosines and sines of a text from a position on; of so many, where they depend on each position alone.
+        # The cosines and sines of a text from its position `_first` on, where they depend on each position alone.
         self._table: tuple[Tensor, Tensor] | None = None
         self._first, self._ahead = 0, _AHEAD if depends_on_positions_alone(model) else 0
         if not usual or not self._layers:
@@ -83,9 +84,9 @@ class CpuPass:
             return None
         body: Any = body_of(model)
         output: Any = model.get_output_embeddings()
-        modules: tuple[Any, ...] = (model, body, body.norm, body.rotary_emb, output, *self._layers)
-        replaced = (vars(module).get("forward") for module in modules)
-        if not all(map(self._is_harmless, replaced)) or self._has_hooks(stack, modules, body):
+        around = model, body, body.norm, body.rotary_emb, output
+        replaced = (vars(module).get("forward") for module in (*around, *self._layers))
+        if not all(map(self._is_harmless, replaced)) or self._has_hooks(stack, around, body):
             return None
         hidden = body.embed_tokens(tokens[None])
         norm, weight = factors_of_norm(body.norm, hidden.shape[2]), few_rows_weight(output)
@@ -109,12 +110,12 @@ class CpuPass:
         cosine, sine = self._table
         return cosine[:, at : at + count], sine[:, at : at + count]
 
-    def _has_hooks(self, stack: DecoderStack, modules: Sequence[Any], body: Any) -> bool:
+    def _has_hooks(self, stack: DecoderStack, around: Sequence[Any], body: Any) -> bool:
         """Return whether a hook wants to know of the passes of a text; its stack is another one after any hook was added."""
         if self._stack is None or self._stack() is not stack:
             hooks = [
                 hook
-                for module in (*modules[:5], *body.layers)
+                for module in (*around, *body.layers)
                 for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
             ]
             same = [*map(id, self._layers)] == [*map(id, _kept_layers(body))]
