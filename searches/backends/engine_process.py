@@ -106,6 +106,17 @@ class EngineProcess:
             raise
         return time.monotonic() - self.started
 
+    def wait_for_end(self, limit_seconds: float) -> None:
+        """Wait until a command succeeds. Else, or if it is late, raise a :class:`BackendError` with its last line."""
+        try:
+            if code := self._guard.wait(limit_seconds):
+                tail = self.log_tail()
+                raise BackendError(f"{self.name}: {tail.strip().rpartition(chr(10))[2][:_SHOWN] or _end(code)}", tail)
+        except subprocess.TimeoutExpired:
+            raise self.error(f"not done after {limit_seconds:g} seconds") from None
+        finally:
+            self.stop()
+
     def send(self, line: str) -> None:
         """Write a line to the engine's input."""
         assert self._guard.stdin is not None

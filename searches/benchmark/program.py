@@ -20,12 +20,12 @@ from tqdm import tqdm
 
 from layerskip import Measurement, PromptSet, Sampling, SpeculativeConfig, Target
 from layerskip.files import write_json
-from layerskip.measure.measure import Contender, Task, interleave
+from layerskip.measure.measure import Contender, Task
 from layerskip.measure.measurement import Sample, check_output
 from searches.app.checks import check_seed
 from searches.benchmark.contenders import BASELINE, build_contenders, check_rows, fill_defaults
 from searches.benchmark.peers import Peer
-from searches.engines.peer import EnginePeer
+from searches.engines.peer import EnginePeer, interleave_alive
 from searches.report.tables import Row, as_markdown, category_speedup, conditions, empty_note, speedup_cells, with_interval
 from searches.results import record_header
 from searches.study.machine import read_gigabytes_per_second
@@ -52,8 +52,10 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
         tracker = Tracker(config.tracking.uri, Path(config.outputs), config.tracking.experiment)
         reads = read_gigabytes_per_second(target.device)
         task, repeats = Task(sampling, measuring.max_new_tokens, config.seed), measuring.repeats
-        measured = interleave(target, prompts, decoders, task, repeats)
-        rows: list[Mapping[str, Sample]] = list(tqdm(measured, total=len(prompts) * repeats, disable=None))
+        with tqdm(total=len(prompts) * repeats, disable=None) as progress:
+            rows, ended = interleave_alive(target, prompts, decoders, task, repeats, progress.update)
+    decoders = {name: each for name, each in decoders.items() if name not in ended}
+    rivals = {name: rival for name, rival in rivals.items() if rival in decoders}
     engines = {name: peer for name, peer in decoders.items() if isinstance(peer, EnginePeer)}
     check_output(row[BASELINE] for row in rows)
     record = record_header("layerskip.benchmark/1", target) | {

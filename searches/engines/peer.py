@@ -12,17 +12,18 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from layerskip import DecodeStats, Round, SpeculativeConfig, Target, UnsupportedModel
+from layerskip import DecodeStats, PromptSet, Round, SpeculativeConfig, Target, UnsupportedModel
 from layerskip.decoding.decode import DecodeResult
 from layerskip.engines.registry import speculation
-from layerskip.measure.measure import Task
+from layerskip.measure.measure import Contender, Task, interleave
+from layerskip.measure.measurement import Sample
 from layerskip.models.loading import DTYPES, gguf_file, load_draft
 from layerskip.models.positions import max_positions
 from searches.app.checks import InputError, check_list, check_whole
@@ -30,6 +31,7 @@ from searches.backends.backend import BackendError
 from searches.backends.engine_process import EngineProcess, interpreter
 from searches.backends.vllm import served_folder, written_once
 from searches.engines.worker import load_adapter
+from searches.progress import say
 
 ADAPTERS = Path(__file__).with_name("adapters")
 ENGINES = tuple(sorted(file.stem for file in ADAPTERS.glob("[!_]*.py")))
@@ -202,18 +204,45 @@ class EnginePeer:
         command = self._adapter.conversion(str(self.python), saved, model.dtype)
 
         def convert(folder: Path) -> None:
+            converter = EngineProcess([*command, str(folder)], os.environ, f"{self.engine}: cannot convert {model.name}")
             try:
-                done = subprocess.run(
-                    [*command, str(folder)], capture_output=True, text=True, check=False, timeout=_ANSWER_SECONDS
-                )
-            except subprocess.TimeoutExpired:
-                raise UnsupportedModel(f"{self.engine}: cannot convert {model.name} in {_ANSWER_SECONDS:g} s") from None
-            if done.returncode:
-                reason = done.stderr.strip().rpartition("\n")[2][:300]
-                raise UnsupportedModel(f"{self.engine}: cannot convert {model.name}: {reason}")
+                converter.wait_for_end(_ANSWER_SECONDS)
+            except BackendError as error:
+                raise UnsupportedModel(error.reason) from None
 
         name = f"{Path(model.name).name}-{model.digest[:8]}-{model.dtype}-{self.engine.partition('_')[0]}"
         return written_once(self.folder / name, convert)
+
+
+def interleave_alive(
+    target: Target,
+    prompts: PromptSet,
+    contenders: Mapping[str, Contender],
+    task: Task,
+    repeats: int = 1,
+    on_prompt: Callable[[], object] = lambda: None,
+) -> tuple[list[Mapping[str, Sample]], dict[str, str]]:
+    """Return the rows of :func:`~layerskip.measure.measure.interleave`, and why each engine that ended did.
+
+    An engine that ends has no samples from then on; the others decode on.
+    """
+    rows: list[Mapping[str, Sample]] = []
+    ended: dict[str, str] = {}
+    while len(rows) < len(prompts) * repeats:
+        alive = {name: each for name, each in contenders.items() if name not in ended}
+        repeat, done = divmod(len(rows), len(prompts))
+        left, before = PromptSet(prompts.items[done:]), PromptSet(prompts.items[:done]) if done else None
+        try:
+            for row in interleave(target, left, alive, replace(task, seed=task.seed + 1000 * repeat), before=before):
+                rows.append(row)
+                on_prompt()
+        except UnsupportedModel as error:
+            gone = [name for name, each in alive.items() if isinstance(each, EnginePeer) and not each.is_running]
+            if not gone:
+                raise
+            say(f"engines: {', '.join(gone)} left out: {error}")
+            ended |= dict.fromkeys(gone, str(error))
+    return rows, ended
 
 
 def _intel_openmp(python: str) -> dict[str, str]:

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from layerskip import Measurement, PromptSet, SpeculativeConfig, Target, UnsupportedModel
-from layerskip.measure.measure import Contender, Decoder, Task, interleave
+from layerskip.measure.measure import Decoder, Task
 from layerskip.measure.measurement import Sample
 from searches.app.checks import InputError, check_list
 from searches.backends.engine_process import interpreter
-from searches.engines.peer import ENGINES, EnginePeer, asked_dtype, installed
+from searches.engines.peer import ENGINES, EnginePeer, asked_dtype, installed, interleave_alive
 from searches.engines.trials import EngineTrial, EngineTrials, reason_against
 from searches.progress import say
 
@@ -133,7 +133,7 @@ def race(
             except UnsupportedModel as error:
                 say(f"engines: left out: {error}")
                 left_out.append(str(error))
-        tuned, dropped = _measure(target, tune, own, peers, task, lambda: None)
+        tuned, dropped = interleave_alive(target, tune, {**own, **peers}, task)
         speeds = {name: Measurement.of(tuned, PLAIN, name).speedup for name in (*own, *peers) if name not in dropped}
         notes, trials = list[str](), list[EngineTrial]()
         for engine in (engine for engine in engines if f"{engine}, plain" in speeds):
@@ -148,7 +148,7 @@ def race(
         for peer in peers.values():
             peer.outputs.clear()  # those of held-out prompts are compared
         alive = {name: peer for name, peer in peers.items() if name not in dropped}
-        rows, ended = _measure(target, held_out, own, alive, task, on_prompt)
+        rows, ended = interleave_alive(target, held_out, {**own, **alive}, task, on_prompt=on_prompt)
         left_out += [reason for name, reason in (dropped | ended).items() if not any(name in row for row in rows)]
         names = dict.fromkeys(name for row in rows for name in row)
         references = {name: _reference(rows, name, peers.get(name)) for name in names}
@@ -166,32 +166,6 @@ def race(
         alike = [row.name for row in judged if row is not result.fastest and _is_same_model(row.reference) and not row.ended]
         level = [name for name in alike if Measurement.of(rows, result.fastest.name, name).interval()[1] >= 1]
         return replace(result, level=tuple(level))
-
-
-def _measure(
-    target: Target,
-    prompts: PromptSet,
-    own: Mapping[str, Contender],
-    peers: Mapping[str, EnginePeer],
-    task: Task,
-    on_prompt: Callable[[], object],
-) -> tuple[list[Mapping[str, Sample]], dict[str, str]]:
-    """Return one row per prompt, and the reason of each engine that ended and was left out from then on."""
-    rows: list[Mapping[str, Sample]] = []
-    dropped: dict[str, str] = {}
-    while len(rows) < len(prompts):
-        alive: dict[str, Contender] = {**own, **{name: peer for name, peer in peers.items() if name not in dropped}}
-        try:
-            for row in interleave(target, PromptSet(prompts.items[len(rows) :]), alive, task):
-                rows.append(row)
-                on_prompt()
-        except UnsupportedModel as error:
-            ended = [name for name, peer in peers.items() if name not in dropped and not peer.is_running]
-            if not ended:
-                raise
-            say(f"engines: {', '.join(ended)} left out: {error}")
-            dropped |= dict.fromkeys(ended, str(error))
-    return rows, dropped
 
 
 def _judged(

@@ -69,6 +69,19 @@ def test_an_engine_answers_lines_until_it_ends_or_gives_none_in_time(tmp_path: P
         process.receive(30)
 
 
+def test_a_command_is_waited_for_and_its_last_words_are_the_reason_if_it_fails() -> None:
+    EngineProcess([sys.executable, "-c", "print('done')"], os.environ, "converter").wait_for_end(30)
+    for script, seconds, reason in (
+        ("print('noise'); raise ValueError('bad')", 30, "ValueError: bad"),
+        ("import os; os.kill(os.getpid(), 9)", 30, "ended by SIGKILL, possibly for lack of memory"),
+        ("import time; time.sleep(60)", 0.1, "not done after 0.1 seconds"),
+    ):
+        process = EngineProcess([sys.executable, "-c", script], os.environ, "converter")
+        with pytest.raises(BackendError) as error:
+            process.wait_for_end(seconds)
+        assert error.value.reason == f"converter: {reason}" and not process.running
+
+
 def test_an_interrupt_ends_an_engine_that_starts(tmp_path: Path) -> None:
     process, _ = start("--folder", str(tmp_path), "--fault", "hang_at_start")
 

@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from layerskip import Sampling, Target, UnsupportedModel, generate, load_target
-from layerskip.measure.measure import Task
+from layerskip import PromptSet, Sampling, SpeculativeConfig, Target, UnsupportedModel, generate, load_target
+from layerskip.measure.measure import Decoder, Task
 from searches.app.checks import InputError
 from searches.app.composition import compose_config
 from searches.benchmark.contenders import _present, check_rows
 from searches.engines import peer as peers
 from searches.engines import worker as engine_worker
-from searches.engines.peer import ADAPTERS, EnginePeer
+from searches.engines.peer import ADAPTERS, EnginePeer, interleave_alive
 from tests.engines.known import SIZES, interpreter
 from tests.searches.engines.packages import OPENVINO, OPENVINO_GENAI, VLLM, XLLAMACPP
 from tests.tiny import save_gguf, save_tiny
@@ -73,6 +73,17 @@ def test_an_engine_that_breaks_is_reported_in_one_line(
         peer(PROMPT, Task(max_new_tokens=6), lambda _: None)
     assert "\n" not in str(raised.value)
     assert any(path.name.endswith("-openvino") for path in (tmp_path / "engines").iterdir()) == (where != "convert")
+
+
+def test_contenders_decode_on_without_an_engine_that_ends(
+    target: Target, tmp_path: Path, python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BROKEN", "decode")
+    prompts, plain = PromptSet.of(["the cat", "the dog"]), Decoder.of(target, SpeculativeConfig())
+    with contextlib.closing(_peer(target, tmp_path, python)) as peer:
+        rows, ended = interleave_alive(target, prompts, {"plain": plain, "engine": peer}, Task(max_new_tokens=6), repeats=2)
+    assert [(list(row), row["plain"].prompt_id) for row in rows] == [(["plain"], item.id) for item in prompts] * 2
+    assert ended.keys() == {"engine"} and ended["engine"].startswith("openvino_genai: ended with exit code 3")
 
 
 def test_bad_settings_are_refused_by_field(target: Target, tmp_path: Path, python: str) -> None:
