@@ -56,7 +56,8 @@ class VerifyPass:
     def check(self, draft: Draft) -> None:
         """Verify a chain."""
         block = torch.cat((self.tokens[-1:], draft.tokens))
-        logits = forward(self._plain, block, self.cache, last=block.shape[0])
+        only_largest = self.chooser.sampling.needs_largest_only
+        logits = forward(self._plain, block, self.cache, last=block.shape[0], only_largest=only_largest)
         verify(draft, self.chooser.distribution(logits, block), self.chooser.generator)
 
     def chain(self, count: int) -> None:

@@ -119,6 +119,7 @@ class _Loop:
         self._criterion, self._max_length = stops.criterion, max_length
         self._features = Features() if drafter.reads_features else None
         self._trees = tree_model(target.model) if drafter.tree_tokens else None
+        self._only_largest = chooser.sampling.needs_largest_only and not drafter.reads_logits
         # Of plain decoding with static shapes: the logits of the next pass, which is launched before a token is read.
         self._ahead: Tensor | None = None
         self._runs_ahead = drafter.never_drafts and cache.may_be_static and not chooser.sampling.needs_seen
@@ -155,10 +156,10 @@ class _Loop:
         draft = drafter.draft(context, limit) if limit > 0 else Draft.empty(self._device)
         block = torch.cat((context.last, draft.tokens))
         if draft.parents is None:
-            logits = forward(self._view, block, cache, last=block.shape[0], features=self._features)
+            logits = self._forward(block, block.shape[0], self._features)
         else:
             assert self._trees is not None, "a drafter of trees states their tree_tokens"
-            logits = self._trees.run(block, draft.parents, cache, self._features)
+            logits = self._trees.run(block, draft.parents, cache, self._features, self._only_largest)
         distribution = chooser.distribution(logits, block, draft.parents)
         late = drafter.observe_logits(VerifyOutput(block, logits))
         values = [largest_logits(logits, distribution), *(read.values for read in late)]
@@ -186,17 +187,21 @@ class _Loop:
         The device then computes while the host works. Where the output ends, one pass was launched in vain.
         """
         context, cache = self.context, self._cache
-        logits = forward(self._view, context.last, cache, last=1) if self._ahead is None else self._ahead
+        logits = self._forward(context.last, 1) if self._ahead is None else self._ahead
         distribution = self._chooser.distribution(logits, context.last)
         token = self._chooser.choose(distribution)
         read = begin_reading(torch.cat((token, largest_logits(logits, distribution).double())))  # one copy for both
         cache.length += 1
         more = len(context.tokens) + 1 < self._max_length
-        self._ahead = forward(self._view, token, cache, last=1) if more else None
+        self._ahead = self._forward(token, 1) if more else None
         context.last = token
         chosen, largest = read()
         self._check_finite([largest])
         return self._commit([int(chosen)]), Round(0, 0, 1)
+
+    def _forward(self, block: Tensor, last: int, features: Features | None = None) -> Tensor:
+        """Run one pass of the target."""
+        return forward(self._view, block, self._cache, last, features=features, only_largest=self._only_largest)
 
     def _commit(self, new: list[int]) -> list[int]:
         """Append new tokens to the sequence, one by one up to its end, and return the appended ones."""

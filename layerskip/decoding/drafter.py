@@ -62,6 +62,7 @@ class Drafter:
 
     tree_tokens: int = 0  # the most tokens of its trees; 0 if it drafts chains
     reads_features: bool = False  # whether it reads the hidden states that the target's output layer reads
+    reads_logits: bool = False  # whether it defines ``observe_logits``, or wraps a drafter that does
     lookup: bool = False  # whether it runs no model, so that a draft costs next to nothing; as the method declares
     single_pass: bool = False  # whether it drafts all levels of a tree in one pass, so that depth does not add to its cost
     never_drafts: bool = False  # whether it proposes nothing, so that the next pass of the target needs nothing from it
@@ -73,6 +74,8 @@ class Drafter:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if "observe_logits" in cls.__dict__:
+            cls.reads_logits = True
         if "method" in cls.__dict__:
             before = _CLASSES.get(cls.method.name)
             again = before is not None and (before.__module__, before.__qualname__) == (cls.__module__, cls.__qualname__)

@@ -82,6 +82,11 @@ class Sampling:
         return self.temperature == 0.0
 
     @property
+    def needs_largest_only(self) -> bool:
+        """Whether the distribution depends on the largest logit alone."""
+        return self.greedy and not self.needs_seen
+
+    @property
     def needs_seen(self) -> bool:
         """Whether the distribution depends on the tokens that came before."""
         return self.repetition_penalty != 1.0

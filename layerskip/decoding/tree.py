@@ -89,7 +89,12 @@ class TreeModel:
         return rows.index_copy(3, columns, torch.where(ancestors, own, hidden))
 
     def run(
-        self, block: Tensor, parents: Sequence[int] | DeviceTree, cache: KVCache, features: Features | None = None
+        self,
+        block: Tensor,
+        parents: Sequence[int] | DeviceTree,
+        cache: KVCache,
+        features: Features | None = None,
+        only_largest: bool = False,
     ) -> Tensor:
         """Return the logits ``[n + 1, V]`` after each token of a block. Writes after ``cache.length``, which stays.
 
@@ -97,6 +102,7 @@ class TreeModel:
             block: ``[n + 1]`` int64: the last token of the sequence, then the n nodes, with ``parents`` as in
                 :class:`~layerskip.decoding.draft.Draft`.
             features: collected during this pass.
+            only_largest: whether other logits than the largest of each row may be inexact.
         """
         size = block.shape[0]
         wide = padded_count(size)
@@ -105,23 +111,30 @@ class TreeModel:
             # They repeat the root's own token: it is in the text already, so the model is known to give finite values.
             filled = torch.cat((block, block[:1].expand(wide - size)))
             inputs = filled, *tree_shape(parents, block.device, wide - size)
-            compute = functools.partial(self._pass, cache, features)
+            compute = functools.partial(self._pass, cache, features, only_largest)
             mask_of = functools.partial(self._cached_tree_mask, device=block.device)
             logits, *states = cache.replay(self.view, features is None, inputs, compute, mask_of=mask_of)
             if features is not None:
                 features.states = states[0][:size]
             return logits[:size]
-        return self._pass(cache, features, block, *tree_shape(parents, block.device))[0]
+        return self._pass(cache, features, only_largest, block, *tree_shape(parents, block.device))[0]
 
     def _pass(
-        self, cache: KVCache, features: Features | None, block: Tensor, depths: Tensor, ancestors: Tensor
+        self,
+        cache: KVCache,
+        features: Features | None,
+        only_largest: bool,
+        block: Tensor,
+        depths: Tensor,
+        ancestors: Tensor,
     ) -> tuple[Tensor, ...]:
         columns = torch.arange(block.shape[0], device=block.device) + cache.position
         self._shape, self._masks = (depths, ancestors, columns), {}
         self._keys = cache.get_mask_sizes(block.shape[0], 0)[0]
         try:
             seen = None if self._fused is None else self._tree_mask(None, block.device)
-            logits = forward(self.view, block, cache, block.shape[0], depths + cache.position, features, seen)
+            positions = depths + cache.position
+            logits = forward(self.view, block, cache, block.shape[0], positions, features, seen, only_largest)
         finally:
             self._shape, self._masks = None, {}
         return (logits,) if features is None else (logits, features.states)

@@ -160,6 +160,7 @@ class Cascade(Drafter):
         self.members = tuple(members)
         self.tree_tokens = max(member.tree_tokens for member in members)
         self.reads_features = any(member.reads_features for member in members)
+        self.reads_logits = any(member.reads_logits for member in members)
         self._priced, self._verify_costs = bool(draft_cost), (1.0, *(verify_cost or (1.0,)))
         self._draft_cost = draft_cost or (0.0,) * len(self.members)
         self._lookups = [index for index, member in enumerate(members) if member.lookup]

@@ -52,9 +52,10 @@ def draft_chain(
     tokens: list[Tensor] = []
     distributions: list[Tensor] = []
     block = fed = pending
+    only_largest = chooser.sampling.needs_largest_only and not siblings and stopper.rule.method == "length"
     while True:
         positions = torch.arange(fed.shape[0], device=fed.device) + (cache.length + offset) if offset else None
-        logits = forward(model, fed, cache, last=1, positions=positions)
+        logits = forward(model, fed, cache, last=1, positions=positions, only_largest=only_largest)
         if vocabulary is None and (missing := chooser.vocabulary - logits.shape[-1]):
             # Models of one tokenizer pad their vocabularies differently.
             logits = pad(logits, (0, missing), value=-float("inf"))

@@ -285,16 +285,20 @@ inline void store_bytes(Ints values, int8_t* at) {
 }
 
 // Rows whose values are rounded to 8 bits, in the blocks of a weight: value is about code * scale. `sums` are those of the
-// rounded values of a block.
+// rounded values of a block. With two terms, codes have 16 bits: those of a row, shifted right, and then the rest of each. The
+// codes of a step, TOGETHER of each row and term, lie side by side.
 struct Rounded {
+  static constexpr int SHIFT = HAS_VNNI ? 8 : 7;
   std::vector<int8_t> codes;
   std::vector<float> scales, sums;
 
+  template <int TERMS>
   void round(const float* rows, int64_t count, const Weight& of) {
-    const float most = HAS_VNNI || of.bits == 4 ? 127 : 63;  // a pair of products with codes is exact in 16 bits
-    const int64_t all = count * of.inputs, block = of.block;
-    codes.resize(all), scales.resize(all / block), sums.resize(all / block);
-    for (int64_t number = 0; number < all / block; ++number) {
+    const float most = HAS_VNNI || (TERMS == 1 && of.bits == 4) ? 127 : 63;  // a pair of products with codes is exact in 16 bits
+    const float largest_code = TERMS == 2 ? most * (1 << SHIFT) : most;
+    const int64_t block = of.block, blocks = of.inputs / block;
+    codes.resize(count * TERMS * of.inputs), scales.resize(count * blocks), sums.resize(count * blocks);
+    for (int64_t number = 0; number < count * blocks; ++number) {
       const float* const values = rows + number * block;
       int32_t bits = 0;  // of the largest magnitude; compilers vectorise the maximum of integers
       for (int64_t i = 0; i < block; ++i) {
@@ -304,21 +308,30 @@ struct Rounded {
       }
       float largest;
       std::memcpy(&largest, &bits, sizeof largest);
-      const float factor = largest > 1e-30f ? most / largest : 0;  // of smaller ones it overflows
+      const float factor = largest > 1e-30f ? largest_code / largest : 0;  // of smaller ones it overflows
       int32_t sum = 0;
-      int64_t i = 0;
-      Ints added = {};
-      for (; i + LANES <= block; i += LANES) {
-        const Ints rounded = nearest(load(values + i) * factor);
-        store_bytes(rounded, codes.data() + number * block + i), added += rounded;
+      for (int64_t i = 0; i < block; i += LANES) {
+        int8_t bytes[TERMS][LANES];
+        float last[LANES] = {};
+        if (i + LANES > block) std::copy(values + i, values + block, last);
+        const Ints rounded = nearest(load(i + LANES > block ? last : values + i) * factor);
+        const Ints upper = (rounded + (1 << (SHIFT - 1))) >> SHIFT;
+        store_bytes(TERMS == 2 ? upper : rounded, bytes[0]);
+        if (TERMS == 2) store_bytes(rounded - (upper << SHIFT), bytes[TERMS - 1]);
+        for (int lane = 0; lane < LANES; ++lane) sum += rounded[lane];
+        for (int64_t j = 0; j < std::min<int64_t>(LANES, block - i); j += TOGETHER)
+          for (int term = 0; term < TERMS; ++term)
+            std::memcpy(codes.data() + place<TERMS>(number / blocks, number % blocks * block + i + j, count) + term * TOGETHER,
+                        bytes[term] + j, TOGETHER);
       }
-      for (int lane = 0; lane < LANES; ++lane) sum += added[lane];
-      for (; i < block; ++i) {
-        const int32_t code = static_cast<int32_t>(std::nearbyint(values[i] * factor));
-        codes[number * block + i] = static_cast<int8_t>(code), sum += code;
-      }
-      scales[number] = largest / most, sums[number] = sum * scales[number];
+      scales[number] = largest / largest_code, sums[number] = sum * scales[number];
     }
+  }
+
+  // Returns where the codes of an input of a row begin, which is the first one of a step, or within one.
+  template <int TERMS>
+  static int64_t place(int64_t row, int64_t input, int64_t count) {
+    return (input / TOGETHER * count + row) * TERMS * TOGETHER + input % TOGETHER;
   }
 };
 
@@ -337,15 +350,16 @@ inline Ints add_products(Ints sums, Ints codes, Ints values) {
 #endif
 }
 
-// Multiplies ROWS rounded rows by a panel.
-template <int BITS, int ROWS>
-void integer_block(const Weight& of, const Rounded& rounded, int64_t row, float* results, int64_t panel) {
+// Multiplies ROWS of `all` rounded rows by a panel.
+template <int BITS, int TERMS, int ROWS>
+void integer_block(const Weight& of, const Rounded& rounded, int64_t row, int64_t all, float* results, int64_t panel) {
   const int64_t blocks = of.inputs / of.block;
   const uint8_t* codes = of.panels + panel * of.panel_bytes();
+  const int8_t* values = rounded.codes.data() + Rounded::place<TERMS>(row, 0, all);
   Floats sums[ROWS][2] = {};
   for (int64_t number = 0; number < blocks; ++number) {
-    Ints dots[ROWS][2] = {};
-    for (int64_t input = number * of.block; input < (number + 1) * of.block; input += TOGETHER) {
+    Ints dots[ROWS * TERMS][2] = {};
+    for (int64_t input = 0; input < of.block; input += TOGETHER, values += all * TERMS * TOGETHER) {
       Ints both[2];
       if (BITS == 4 && ROWS > 1) __builtin_prefetch(codes + 1024);
       std::memcpy(&both[0], codes, sizeof(Ints)), codes += sizeof(Ints);
@@ -353,9 +367,11 @@ void integer_block(const Weight& of, const Rounded& rounded, int64_t row, float*
         std::memcpy(&both[1], codes, sizeof(Ints)), codes += sizeof(Ints);
       else
         both[1] = (both[0] >> 4) & 0x0f0f0f0f, both[0] &= 0x0f0f0f0f;
-      for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 12
+      for (int r = 0; r < ROWS * TERMS; ++r) {
         int32_t word;
-        std::memcpy(&word, rounded.codes.data() + (row + r) * of.inputs + input, sizeof word);
+        std::memcpy(&word, values + r * TOGETHER, sizeof word);
+#pragma GCC unroll 2
         for (int v = 0; v < 2; ++v) dots[r][v] = add_products(dots[r][v], both[v], Ints{} + word);
       }
     }
@@ -365,8 +381,9 @@ void integer_block(const Weight& of, const Rounded& rounded, int64_t row, float*
       const Floats offset = load_numbers(at, PANEL + v * LANES, of.block_bits);
       for (int r = 0; r < ROWS; ++r) {
         const int64_t place = (row + r) * blocks + number;
+        const Ints whole = TERMS == 2 ? (dots[2 * r][v] << Rounded::SHIFT) + dots[2 * r + TERMS - 1][v] : dots[r][v];
         sums[r][v] = fused(offset, spread(rounded.sums[place]), sums[r][v]);
-        sums[r][v] = fused(__builtin_convertvector(dots[r][v], Floats), scale * spread(rounded.scales[place]), sums[r][v]);
+        sums[r][v] = fused(__builtin_convertvector(whole, Floats), scale * spread(rounded.scales[place]), sums[r][v]);
       }
     }
   }
@@ -374,21 +391,28 @@ void integer_block(const Weight& of, const Rounded& rounded, int64_t row, float*
   for (int r = 0; r < ROWS; ++r) std::memcpy(results + (row + r) * of.outputs + first, sums[r], count * sizeof(float));
 }
 
-template <int BITS>
-void multiply_integers(const Weight& of, const float* rows, float* results, int64_t count, int64_t panel, int64_t end) {
+// Returns the rounded rows.
+template <int BITS, int TERMS = 1>
+const Rounded& multiply_integers(const Weight& of, const float* rows, float* results, int64_t count, int64_t panel, int64_t end) {
   static thread_local Rounded rounded;
-  rounded.round(rows, count, of);
-  for (; panel < end; ++panel) {
-    int64_t row = 0;
-    for (; row + 4 <= count; row += 4) integer_block<BITS, 4>(of, rounded, row, results, panel);
-    for (; row + 2 <= count; row += 2) integer_block<BITS, 2>(of, rounded, row, results, panel);
-    for (; row < count; ++row) integer_block<BITS, 1>(of, rounded, row, results, panel);
-  }
+  rounded.round<TERMS>(rows, count, of);
+  constexpr decltype(&integer_block<BITS, TERMS, 1>) sizes[] = {
+      integer_block<BITS, TERMS, 1>, integer_block<BITS, TERMS, 2>, integer_block<BITS, TERMS, 3>,
+      integer_block<BITS, TERMS, 4>, integer_block<BITS, TERMS, 5>, integer_block<BITS, TERMS, 6>};
+  constexpr int64_t MOST = LANES == 16 ? 6 : 4;  // whose sums fit the registers
+  const int64_t parts = (count + MOST - 1) / MOST;
+  for (; panel < end; ++panel)
+    for (int64_t part = 0; part < parts; ++part) {
+      const int64_t row = count * part / parts;
+      sizes[count * (part + 1) / parts - row - 1](of, rounded, row, count, results, panel);
+    }
+  return rounded;
 }
 
 // The share of a thread among a number of items.
 struct Share {
   int64_t begin, end;
+  Share(int64_t begin, int64_t end) : begin(begin), end(end) {}
   explicit Share(int64_t items) {
     const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
     begin = items * thread / threads, end = items * (thread + 1) / threads;
@@ -427,8 +451,8 @@ int packed_rows[MOST_THREADS + 1] = {};  // by the number of threads, the most r
 // Multiplies by some panels of a weight, in parts that stay in the cache.
 void multiply_share(const Weight& of, const float* rows, float* results, int64_t count, Share panels) {
   if (of.together > 1) {
-    const auto multiply = of.bits == 8 ? multiply_integers<8> : multiply_integers<4>;
-    return multiply(of, rows, results, count, panels.begin, panels.end);
+    (of.bits == 8 ? multiply_integers<8> : multiply_integers<4>)(of, rows, results, count, panels.begin, panels.end);
+    return;
   }
   Weight read = of;
   if (of.packed && count <= packed_rows[std::min(omp_get_num_threads(), MOST_THREADS)]) read.panels = of.packed, read.bits = 12;
@@ -451,6 +475,82 @@ inline float sum_of(Floats values) {
   sums = _mm_add_ps(sums, _mm_movehl_ps(sums, sums));
   return _mm_cvtss_f32(_mm_add_ss(sums, _mm_movehdup_ps(sums)));
 #endif
+}
+
+// By how much logits of codes may differ from those of the weight itself, for a row x and its rounded values y. Of two products,
+// |w.x - v.y| <= |w - v| |x| + |v| |x - y|. `distances` [panels, 2, PANEL] are |w - v| and |v| of each output, the former with
+// room for rounded sums.
+struct Bounds {
+  const float* distances;
+  float size, error;
+
+  Bounds(const float* distances, const float* row, const Rounded& rounded, int64_t number, int64_t count, const Weight& codes)
+      : distances(distances) {
+    double squares = 0, errors = 0;
+    const int64_t inputs = codes.inputs;
+    for (int64_t i = 0; i < inputs; ++i) {
+      const int8_t* const parts = rounded.codes.data() + Rounded::place<2>(number, i, count);
+      const int32_t code = parts[0] * (1 << Rounded::SHIFT) + parts[TOGETHER];
+      const double off = row[i] - static_cast<double>(code) * rounded.scales[(number * inputs + i) / codes.block];
+      squares += static_cast<double>(row[i]) * row[i], errors += off * off;
+    }
+    size = 1.001 * std::sqrt(squares), error = 1.001 * std::sqrt(errors);
+  }
+
+  Floats of(int64_t panel, int64_t v) const {
+    const float* const at = distances + 2 * panel * PANEL + v * LANES;
+    return fused(load(at), spread(size), load(at + PANEL) * error);
+  }
+};
+
+// Reads LANES logits from one on; where fewer are left, with the smallest number in place of the others.
+inline Floats load_logits(const float* logits, int64_t left) {
+  if (left >= LANES) return load(logits);
+  Floats found = spread(-std::numeric_limits<float>::infinity());
+  for (int64_t i = 0; i < left; ++i) found[i] = logits[i];
+  return found;
+}
+
+// Returns whether any value is not below another, as NaN is not.
+inline bool any_reaches(Floats values, Floats others) {
+#if LANES == 16
+  return _mm512_cmp_ps_mask(values, others, _CMP_NLT_UQ);
+#else
+  return _mm256_movemask_ps(_mm256_cmp_ps(values, others, _CMP_NLT_UQ));
+#endif
+}
+
+// Computes logits of which the largest of each row are exact, in place and value, in the share of a thread. Codes of 8 bits, by
+// rows of 16, show which panels may have it, and only those are multiplied by the weight itself. Comparisons with NaN count as
+// "may", so a row without a largest logit is computed whole. `most` is memory for count values of each thread.
+void find_largest(const Weight& of, const Weight& codes, const float* distances, const float* rows, float* logits, int64_t count,
+                  float* most, Clock& clock) {
+  const Share panels(panels_of(of.outputs));
+  const Rounded& rounded = multiply_integers<8, 2>(codes, rows, logits, count, panels.begin, panels.end);
+  for (int64_t row = 0; row < count; ++row) {
+    const Bounds bounds(distances, rows + row * of.inputs, rounded, row, count, codes);
+    Floats least = spread(-std::numeric_limits<float>::infinity());
+    for (int64_t at = panels.begin * PANEL; at < std::min(of.outputs, panels.end * PANEL); at += LANES) {
+      const Floats own = load_logits(logits + row * of.outputs + at, of.outputs - at) - bounds.of(at / PANEL, at % PANEL / LANES);
+      least = own > least ? own : least;
+    }
+    float& mine = most[omp_get_thread_num() * count + row] = least[0];
+    for (int lane = 1; lane < LANES; ++lane) mine = std::max(mine, least[lane]);
+  }
+  clock.wait(PRODUCTS);
+  for (int64_t row = 0; row < count; ++row) {
+    const Bounds bounds(distances, rows + row * of.inputs, rounded, row, count, codes);
+    float least = most[row];
+    for (int64_t thread = 1; thread < omp_get_num_threads(); ++thread) least = std::max(least, most[thread * count + row]);
+    for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
+      bool may = false;
+      for (int64_t v = 0; v < 2; ++v) {
+        const int64_t at = panel * PANEL + v * LANES;
+        may |= any_reaches(load_logits(logits + row * of.outputs + at, of.outputs - at) + bounds.of(panel, v), spread(least));
+      }
+      if (may) multiply_share(of, rows + row * of.inputs, logits + row * of.outputs, 1, Share(panel, panel + 1));
+    }
+  }
 }
 
 void normalise_row(const float* row, const float* scale, float* result, int64_t width, float epsilon) {
@@ -743,11 +843,13 @@ void normalise(const float* rows, const float* scale, float* results, int64_t co
 // Decoder layers of one shape, one after the other: hidden [count, inputs] to outputs [layers, count, inputs]. Keys and values of
 // those with attention, [heads, capacity, width], have `start` positions and take the new ones. visible [count, visible_stride]
 // says which positions a row sees; null if there is one row, which sees all. The output layer is null, or computes logits
-// [last, its outputs] of the last rows of states [count, inputs], which are those after the last layer and a norm.
+// [last, its outputs] of the last rows of states [count, inputs], which are those after the last layer and a norm. With its codes
+// and their distances, only the largest logits are exact.
 void decode(const Layer* const* layers, int64_t number, const float* hidden, float* outputs, const float* cosine,
             const float* sine, float* const* keys, float* const* values, const uint8_t* visible, int64_t count,
             int64_t rotated, int64_t start, int64_t capacity, int64_t visible_stride, int threads, const float* norm,
-            float epsilon, const Weight* output_layer, float* states, float* logits, int64_t last) {
+            float epsilon, const Weight* output_layer, float* states, float* logits, int64_t last, const Weight* codes,
+            const float* distances) {
   const Weight* const* const shapes = layers[0]->weights;
   const int64_t inputs = shapes[0]->inputs, inner = shapes[4]->outputs, width = layers[0]->width, length = start + count;
   const int64_t all = shapes[0]->outputs, groups = shapes[1]->outputs / width, members = all / width / groups;
@@ -755,7 +857,7 @@ void decode(const Layer* const* layers, int64_t number, const float* hidden, flo
   static thread_local std::vector<float> memory;
   static thread_local std::vector<int32_t> positions;
   static thread_local std::vector<Seen> rows_see;
-  memory.resize(count * (2 * all + 2 * groups * width + all + inputs + 2 * inner) + threads * private_size);
+  memory.resize(count * (2 * all + 2 * groups * width + all + inputs + 2 * inner) + threads * (private_size + count));
   if (visible) positions.resize(count * length);
   rows_see.assign(count, Seen{0, length, length, nullptr});
   Seen* const seen = rows_see.data();
@@ -767,6 +869,7 @@ void decode(const Layer* const* layers, int64_t number, const float* hidden, flo
   float* const gates = added + count * inputs;
   float* const factors = gates + count * inner;
   float* const owned = factors + count * inner;
+  float* const most = owned + threads * private_size;  // [threads, last]
   constexpr decltype(&attend<1>) attends[] = {attend<1>, attend<2>, attend<3>, attend<4>};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
@@ -839,7 +942,11 @@ void decode(const Layer* const* layers, int64_t number, const float* hidden, flo
       normalise_rows(outputs + (number - 1) * count * inputs, norm, own, count, inputs, epsilon);
       if (omp_get_thread_num() == 0) std::copy(own, own + count * inputs, states);
       clock.end(OTHERS);
-      multiply_share(*output_layer, own + (count - last) * inputs, logits, last, Share(panels_of(output_layer->outputs)));
+      const float* const rows = own + (count - last) * inputs;
+      if (codes)
+        find_largest(*output_layer, *codes, distances, rows, logits, last, most, clock);
+      else
+        multiply_share(*output_layer, rows, logits, last, Share(panels_of(output_layer->outputs)));
       if (clock.seconds) clock.wait(PRODUCTS);
     }
   }

@@ -54,6 +54,8 @@ _MEASURED, _INPUTS = 2**26, 1024  # bytes and inputs of a weight that few caches
 _COUNTS = (1, 2, 3, 4, 5, 6, 8, 12, 16, MOST_ROWS)  # rows that are measured with it
 _REPEATS = 4  # measurements of each
 _FASTER = 0.97  # the share of the time that counts as faster
+_SCREENED, _SCREENED_BITS = 2**22, 10  # values and bits of the smallest weight whose largest products are found by 8 bits
+_ROOM = 64  # roundings of a product beside those of its sum
 _LISTED = 1e-3  # the largest share of the values that are listed
 _LIMIT_SECONDS = 120  # for the compiler
 PARTS = ("products", "attention", "other operators", "waiting at barriers")
@@ -84,6 +86,12 @@ class FewRowsWeight(ctypes.Structure):
     def nbytes(self) -> int:
         """The bytes that it takes beside the weight."""
         return sum(part.nbytes for part in self._kept.values())
+
+    @functools.cached_property
+    def screen(self) -> Screen | None:
+        """How the largest products are found by fewer bytes than all of them take; None where these are few."""
+        fits = self.bits > _SCREENED_BITS and self.inputs % _TOGETHER == 0 and self._weight.numel() >= _SCREENED
+        return Screen.of(self._weight) if fits else None
 
     def __deepcopy__(self, _: Any) -> FewRowsWeight:
         return self
@@ -188,18 +196,18 @@ class Blocks:
     offsets: Tensor  # as scales
 
     @classmethod
-    def quantize(cls, weight: Tensor, bits: int, importance: Tensor | None = None) -> Blocks:
+    def quantize(cls, weight: Tensor, bits: int, importance: Tensor | None = None, steps: int = _STEPS) -> Blocks:
         """Return blocks of 64 inputs, or fewer where 64 do not divide them, whose codes of ``bits`` are the nearest ones.
 
-        Scales and offsets are those of the range of each block, and of a narrower one, after steps of least squares; the
-        better of both is kept. ``importance [in]``, positive, weighs squared errors by input. With the mean squares of the
-        inputs, that is the diagonal of the Hessian of GPTQ (arXiv 2210.17323).
+        Scales and offsets are those of the range of each block, and of a narrower one, after ``steps`` of least squares; the
+        better of both is kept. Without steps, they are those of the range. ``importance [in]``, positive, weighs squared
+        errors by input. With the mean squares of the inputs, that is the diagonal of the Hessian of GPTQ (arXiv 2210.17323).
         """
         size = math.gcd(weight.shape[1], _QUANTIZED)
         factors = (weight.new_ones(weight.shape[1]) if importance is None else importance).float().view(-1, size)
         groups = weight.detach().float().view(weight.shape[0], -1, size)
         parts = torch.split(groups, max(1, _FITTED // weight.shape[1]))
-        fits = [_better_fit(part, factors / factors.sum(1, keepdim=True), 2**bits - 1) for part in parts]
+        fits = [_better_fit(part, factors / factors.sum(1, keepdim=True), 2**bits - 1, steps) for part in parts]
         return cls(*(torch.cat(kind) for kind in zip(*fits, strict=True)))
 
     @property
@@ -218,18 +226,18 @@ class Blocks:
         return values.flatten(1).float()
 
 
-def _better_fit(groups: Tensor, factors: Tensor, largest: int) -> tuple[Tensor, Tensor, Tensor]:
+def _better_fit(groups: Tensor, factors: Tensor, largest: int, steps: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes ``[rows, in]``, scales and offsets of groups ``[rows, n, size]``; ``factors [n, size]`` sum up to 1."""
     (low, high), means = groups.aminmax(dim=-1), (groups * factors).sum(-1)
     centred = groups - means.unsqueeze(-1)
     best: tuple[Tensor, ...] = ()
-    for share in _RANGES:
+    for share in _RANGES if steps else _RANGES[:1]:
         scales, offsets = _in_half((high - low) * (share / largest)), _in_half((low + high - (high - low) * share) / 2)
-        for step in range(_STEPS + 1):
+        for step in range(steps + 1):
             # Numbers of float16 are read at half the bytes.
             scales.clamp_min_(torch.finfo(torch.float16).smallest_normal)
             codes = ((groups - offsets.unsqueeze(-1)) / scales.unsqueeze(-1)).round_().clamp_(0, largest)
-            if step < _STEPS:
+            if step < steps:
                 middles = (codes * factors).sum(-1)
                 distances = codes - middles.unsqueeze(-1)  # centred, because one input may have nearly all of the importance
                 weighted = distances * factors
@@ -288,6 +296,32 @@ class IntegerWeight(BlockWeight):
         parts = torch.split(hidden.reshape(-1, hidden.shape[-1]), MOST_ROWS)
         output = torch.cat([super(IntegerWeight, self).__call__(rows, bias) for rows in parts])
         return output.view(*hidden.shape[:-1], self.outputs)
+
+
+@dataclass(frozen=True)
+class Screen:
+    """Codes of 8 bits that show which products of a weight ``[out, in]`` may be the largest of a row.
+
+    Only those are computed by the weight itself. By the inequality of Cauchy and Schwarz, no larger one is missed.
+    """
+
+    codes: IntegerWeight
+    distances: Tensor  # [panels, 2, outputs] float32: |w - v| and |v| of outputs with weights w and codes v
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Screen:
+        """Return the screen of a weight."""
+        size, rest = _library().panel_size(), (weight.shape[1] + _ROOM) * torch.finfo(torch.float32).eps
+        found, parts = list[Blocks](), list[Tensor]()
+        for rows in torch.split(weight.detach(), max(size, _FITTED // weight.shape[1])):
+            blocks = Blocks.quantize(rows, 8, steps=0)
+            values, offsets = blocks.values(), blocks.offsets.norm(dim=1) * (rows.shape[1] // blocks.offsets.shape[1]) ** 0.5
+            lengths = values.norm(dim=1)
+            rounded = rest * (lengths + 2 * offsets)  # sums of codes and of offsets are rounded one by one
+            parts.append(torch.stack(((rows - values).norm(dim=1) + rounded, lengths), 1))
+            found.append(blocks)
+        whole = Blocks(*(torch.cat([getattr(each, name) for each in found]) for name in ("codes", "scales", "offsets")))
+        return cls(IntegerWeight(weight, whole), _panels(torch.cat(parts)).transpose(1, 2).contiguous())
 
 
 def _threads() -> int:
@@ -406,7 +440,7 @@ class DecoderStack:
             start: the number of positions before.
             seen: ``[1, 1, n, start + n]`` bool, the positions that each row sees; None if a single row sees all.
         """
-        return self._run(hidden, positions, start, seen, None, 0.0, None, None, None, 0)
+        return self._run(hidden, positions, start, seen, None, 0.0, None, None, None, 0, None, None)
 
     def logits(
         self,
@@ -417,16 +451,21 @@ class DecoderStack:
         norm: tuple[Tensor, float],
         output: FewRowsWeight,
         last: int,
+        only_largest: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Return the hidden states ``[n, H]`` after all layers and a norm, and the logits ``[last, V]`` of the last ones.
 
         Args:
             norm: its factors ``[H]`` float32, and the number that is added to the mean of the squares.
             output: the weight ``[V, H]`` of the output layer. Other arguments are those of a call.
+            only_largest: whether other logits than the largest of each row, all of them if there are several, may be smaller
+                or greater than they are, but below it.
         """
         states, logits = hidden.new_empty(hidden.shape[1:]), hidden.new_empty(last, output.outputs)
+        screen = output.screen if only_largest else None
+        found = (None, None) if screen is None else (screen.codes.address, screen.distances.data_ptr())
         ending = norm[0].data_ptr(), norm[1], output.address, states.data_ptr(), logits.data_ptr(), last
-        self._run(hidden, positions, start, seen, *ending)
+        self._run(hidden, positions, start, seen, *ending, *found)
         return states, logits
 
     def _run(
@@ -552,7 +591,8 @@ def _library() -> Any:
         "set_clock": [pointer],
         "multiply": [pointer] * 3 + [size, number],
         "normalise": [pointer] * 3 + [size] * 2 + [ctypes.c_float],
-        "decode": [pointer, size] + [pointer] * 7 + [size] * 5 + [number, pointer, ctypes.c_float] + [pointer] * 3 + [size],
+        "decode": [pointer, size, *[pointer] * 7, *[size] * 5, number, pointer, ctypes.c_float, *[pointer] * 3, size]
+        + [pointer] * 2,
     }.items():
         getattr(library, name).argtypes, getattr(library, name).restype = arguments, None
     return library

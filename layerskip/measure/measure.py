@@ -48,6 +48,7 @@ class TimedDrafter(Drafter):
     def __init__(self, drafter: Drafter, device: torch.device) -> None:
         self.drafter, self.device = drafter, device
         self.tree_tokens, self.reads_features = drafter.tree_tokens, drafter.reads_features
+        self.reads_logits = drafter.reads_logits
         self.never_drafts = drafter.never_drafts
         self._readings: list[tuple[Any, Any, float]] = []  # start, end, and seconds of capturing in between
 

@@ -67,6 +67,7 @@ class CpuPass:
         last: int,
         positions: Tensor | None = None,
         seen: Tensor | None = None,
+        only_largest: bool = False,
     ) -> tuple[Tensor, Tensor] | None:
         """Return the hidden states ``[n, H]`` that the output layer reads, and the last logits ``[last, V]``.
 
@@ -77,6 +78,7 @@ class CpuPass:
             tokens: ``[n]`` int64.
             positions: ``[n]`` int64; None for those that follow the cache.
             seen: ``[1, 1, n, length + n]`` bool, the positions that each token sees; None for all before it.
+            only_largest: whether other logits than the largest of each row may be inexact.
         """
         count, start, device = tokens.shape[0], cache.length, tokens.device
         stack = run_of(self._layers, cache) if count <= MOST_ROWS and start + count <= cache.max_length else None
@@ -97,7 +99,7 @@ class CpuPass:
         if seen is None and count > 1:
             seen = torch.ones(1, 1, count, start + count, dtype=torch.bool, device=device).tril_(start)
         rotary = self._rotary(body, hidden, start) if positions is None else body.rotary_emb(hidden, positions[None])
-        return stack.logits(hidden, rotary, start, seen, norm, weight, last)
+        return stack.logits(hidden, rotary, start, seen, norm, weight, last, only_largest)
 
     def _rotary(self, body: Any, hidden: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Return the cosine and sine ``[1, n, rotated]`` of the positions of hidden states ``[1, n, H]`` from one on."""
@@ -142,6 +144,9 @@ def fuse_pass(view: PreTrainedModel, tokens: Tensor, cache: KVCache) -> None:
         found = fused(view, tokens[:count], cache, count)
         expected = view(input_ids=tokens[None, :count], past_key_values=cache, use_cache=True).logits[0]
         if found is None or not torch.equal(found[1], expected):
+            return
+        screened = fused(view, tokens[:count], cache, count, only_largest=True)
+        if screened is None or not all(map(torch.equal, screened[1].max(-1), expected.max(-1))):
             return
     vars(view)["cpu_pass"] = fused
 

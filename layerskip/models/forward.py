@@ -40,18 +40,20 @@ def forward(
     positions: Tensor | None = None,
     features: Features | None = None,
     seen: Tensor | None = None,
+    only_largest: bool = False,
 ) -> Tensor:
     """Return the logits ``[last, V]``, in the model's dtype, of the last tokens of a block that starts at ``cache.length``.
 
     Tokens are ``[n]`` int64, and so are positions, by default consecutive ones; ``last`` is 0 to n. ``features`` receive the
     pass's hidden states. ``seen`` are the positions ``[1, 1, n, length + n]`` bool that each token sees, where the model's
-    attention gets them, too; a pass without the model's ``forward`` needs them beside other positions.
+    attention gets them, too; a pass without the model's ``forward`` needs them beside other positions. With
+    ``only_largest``, a pass may compute other logits than the largest of each row inexactly, where that is faster.
     """
     if positions is None and isinstance(cache, CapturingCache) and isinstance(model, PreTrainedModel):
         layer = model.get_output_embeddings()  # heads have none: their passes read more than tokens
         if isinstance(layer, nn.Linear) and cache.captures(model, tokens.shape[0]):
             return _captured_forward(model, tokens, cache, last, features)
-    return _forward(model, tokens, cache, last, positions, features, seen)
+    return _forward(model, tokens, cache, last, positions, features, seen, only_largest)
 
 
 def _captured_forward(
@@ -82,10 +84,11 @@ def _forward(
     positions: Tensor | None,
     features: Features | None,
     seen: Tensor | None = None,
+    only_largest: bool = False,
 ) -> Tensor:
     fused: Any = vars(model).get("cpu_pass")  # of :mod:`layerskip.models.cpu_pass`
     usual = fused is not None and (positions is None or seen is not None) and type(cache) is KVCache
-    if usual and (found := fused(model, tokens, cache, last, positions, seen)) is not None:
+    if usual and (found := fused(model, tokens, cache, last, positions, seen, only_largest)) is not None:
         if features is not None:
             features.states = found[0]
         own: Tensor = found[1]

@@ -175,6 +175,46 @@ def test_the_largest_codes_do_not_overflow() -> None:
             assert torch.allclose(found, torch.full((1, 32), sign * 63 * 255.0), rtol=1e-3)
 
 
+def _logits(matrix: Tensor, rows: Tensor, product: type[FewRowsWeight] = HalfWeight) -> tuple[Tensor, Tensor]:
+    """Return all logits of rows that a layer leaves as they are, and those of which only the largest are exact."""
+    size = matrix.shape[1]
+    nothing = [HalfWeight(torch.zeros(size, size))] * 7
+    norms: list[Any] = [None] * 5 + [(torch.ones(size), 1e-5), None]
+    stack = DecoderStack([DecoderLayer(nothing, [None] * 4, norms, 1.0, size, 0, has_attention=False)], [None])
+    positions, ending = (torch.zeros(1, len(rows), 2),) * 2, ((torch.ones(size), 1e-5), product(matrix), len(rows))
+    found = [stack.logits(rows[None], positions, 0, None, *ending, only_largest=some)[1] for some in (False, True)]
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("kind", ["alike", "copies", "near copies", "outliers", "zeros", "not finite"])
+@pytest.mark.parametrize("product", [HalfWeight, FloatWeight])
+@pytest.mark.usefixtures("threads")
+def test_codes_of_8_bits_never_hide_the_largest_logit(
+    kind: str, product: type[FewRowsWeight], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest of each row and its place are those of all logits, bit by bit."""
+    monkeypatch.setattr(cpu, "_SCREENED", 1)
+    for outputs, inputs in ((2000, 192), (515, 36), (3, 8)):
+        matrix, rows = weight(outputs, inputs), torch.randn(MOST_ROWS, inputs)
+        if kind == "copies":
+            matrix = torch.cat((matrix[: (outputs + 1) // 2], matrix[: outputs // 2]))
+        elif kind == "near copies":
+            matrix[:] = matrix[0]
+            matrix[:, 0] += torch.arange(outputs).flip(0) * 2**-9
+            matrix = matrix.bfloat16().float()
+        elif kind == "outliers":
+            matrix[::7, 3], rows[::2, 5] = 300.0, 1e4
+        elif kind == "zeros":
+            matrix[1:], rows[::3] = 0.0, 0.0
+        elif kind == "not finite":
+            matrix[1, 2], rows[0, 1], rows[1, 0], rows[2] = float("inf"), float("nan"), float("inf"), -float("inf")
+        expected, found = _logits(matrix, rows, product)
+        for wanted, value in zip(expected.max(-1), found.max(-1), strict=True):
+            assert torch.allclose(wanted, value, rtol=0, atol=0, equal_nan=True)
+        if kind == "alike" and outputs == 2000:
+            assert (expected == found).float().mean() < 0.5  # most are not computed
+
+
 _HEADS, _GROUPS, _HIDDEN, _INNER, _START, _CAPACITY, _EPSILON = 4, 2, 48, 72, 37, 70, 1e-5
 
 

@@ -13,17 +13,21 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from layerskip import DraftPlan, TargetError, load_target
+from layerskip import DraftPlan, Sampling, SpeculativeConfig, Target, TargetError, load_target
+from layerskip.decoding.decode import decode
 from layerskip.decoding.tree import TreeModel
+from layerskip.drafters.registry import build_drafter
+from layerskip.kernels import cpu
 from layerskip.kernels.cpu import DecoderStack, has_kernels
 from layerskip.models import cpu_pass, loading, packing
 from layerskip.models.cache import KVCache
 from layerskip.models.cpu_layers import _DecoderLayer, _Norm
 from layerskip.models.forward import Features, forward
 from layerskip.models.loading import load_draft
-from layerskip.models.packing import set_packing
+from layerskip.models.packing import few_rows_weight, set_packing
 from layerskip.models.skip_view import decoding_view, shared_copy, skip_view
 from tests.accelerator import DEVICE
+from tests.drafters.contract import greedy_tokens
 from tests.families import build
 from tests.models.passes import tokens_of
 
@@ -331,6 +335,20 @@ def test_a_pass_of_the_usual_form_calls_no_forward_of_the_model(
             assert torch.equal(results[1], results[3])
     # A pass of which all logits are wanted is not counted.
     assert own_passes == [count for count in (1, 3, 1, 24, 2) for _ in range(1 if is_usual else 2)]
+
+
+@pytest.mark.parametrize("method", ["none", "prompt_lookup", "lookahead", "layer_skip"])
+def test_decoding_by_the_largest_logits_gives_the_tokens_of_generate(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_SCREENED", 1)
+    target = Target(in_bfloat16())
+    prompt = tokens_of(30).tolist()
+    expected = greedy_tokens(target, prompt, max_new_tokens=20)
+    fields = {"mask": "attention:1"} if method == "layer_skip" else {}
+    drafter = build_drafter(SpeculativeConfig(method, **fields), target)
+    for _ in range(2):  # layers run in one call from the second text on
+        assert decode(target, drafter, prompt, Sampling(), 20).tokens == expected
+    output = few_rows_weight(decoding_view(target.model).get_output_embeddings())
+    assert output is not None and output.screen is vars(output)["screen"] is not None
 
 
 def test_positions_that_depend_on_the_length_of_a_text_are_not_computed_ahead() -> None:
