@@ -362,6 +362,8 @@ void integer_block(const Weight& of, const Rounded& rounded, int64_t row, int64_
     for (int64_t input = 0; input < of.block; input += TOGETHER, values += all * TERMS * TOGETHER) {
       Ints both[2];
       if (BITS == 4 && ROWS > 1) __builtin_prefetch(codes + 1024);
+      if (BITS == 8 && ROWS > 1)
+        __builtin_prefetch(codes + of.panel_bytes(), 0, 2), __builtin_prefetch(codes + of.panel_bytes() + 64, 0, 2);
       std::memcpy(&both[0], codes, sizeof(Ints)), codes += sizeof(Ints);
       if (BITS == 8)
         std::memcpy(&both[1], codes, sizeof(Ints)), codes += sizeof(Ints);

@@ -71,10 +71,16 @@ def is_whole_layer(module: nn.Module) -> bool:
     return isinstance(module, _DecoderLayer)
 
 
-def run_of(layers: Sequence[Any], cache: KVCache) -> DecoderStack | None:
-    """Return what computes some layers in one call, as a text has shown; None if there is none, or the text is another."""
-    run = layers[0].state.run if isinstance(layers[0], _DecoderLayer) else None
-    return run.stack if run is not None and run.is_known(len(layers)) and run.serves(cache) else None
+def stacks_of(layers: Sequence[Any], cache: KVCache) -> list[DecoderStack]:
+    """Return what computes layers in few calls, as a text has shown; nothing if that is unknown, or the text is another."""
+    found, place = list[DecoderStack](), 0
+    while place < len(layers):
+        run = layers[place].state.run if isinstance(layers[place], _DecoderLayer) else None
+        if run is None or not run.is_known() or not run.serves(cache):
+            return []
+        found.append(run.stack)
+        place += len(run.stack.layers)
+    return found
 
 
 class RowStacks:
@@ -248,9 +254,9 @@ class _Run:
         known = self._cache() is cache and self._hooks == RemovableHandle.next_id and cache.length >= self._begin
         return known and all(state.follows is not False for state in self._followers)
 
-    def is_known(self, count: int) -> bool:
-        """Return whether it has a number of layers, of which each is known to follow the one before."""
-        return len(self._followers) == count - 1 and all(state.follows for state in self._followers)
+    def is_known(self) -> bool:
+        """Return whether each of its layers is known to follow the one before."""
+        return all(state.follows for state in self._followers)
 
     def compute(self, hidden: Tensor, mask: Tensor | None, positions: Any, cache: KVCache) -> Tensor:
         """Return the result of the first layer, and give the others theirs."""

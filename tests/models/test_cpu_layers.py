@@ -144,7 +144,7 @@ def test_no_row_depends_on_the_others_bit_by_bit(family: str) -> None:
         ("llama", "", [4]),
         ("llama", "layers:1", [3]),
         ("llama", "attention:0;mlp:1", [4]),
-        ("qwen3", "attention:1;mlp:1-2", [3]),
+        ("qwen3", "attention:1;mlp:1-2", [2, 1]),  # masks alternate, and a layer is skipped
         ("gemma3_text", "", [1, 1, 1, 1]),  # masks and positions alternate
         ("gemma3_text", "mlp:0;attention:1-2", [1, 1, 1, 1]),
     ],
@@ -291,15 +291,15 @@ def own_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ("family", "is_usual"),
     [
         ("llama", True),
-        ("qwen2", False),  # windows
+        ("qwen2", True),  # windows in every other layer
         ("qwen2 without windows", True),
         ("qwen3 without windows", True),
-        ("mistral", False),
-        ("mistral with layer types that it ignores", False),
+        ("mistral", True),  # windows in all layers
+        ("mistral with layer types that it ignores", True),
         ("mistral without windows", True),
         ("gemma", True),
-        ("gemma3_text", False),
-        ("ministral", False),
+        ("gemma3_text", True),  # windows, with positions of their own
+        ("ministral", True),
         ("granite", False),  # scaled logits
         ("phi3", False),  # layers of another form
     ],
