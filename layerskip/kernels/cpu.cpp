@@ -289,7 +289,7 @@ inline void store_bytes(Ints values, int8_t* at) {
 // codes of a step, TOGETHER of each row and term, lie side by side.
 struct Rounded {
   static constexpr int SHIFT = HAS_VNNI ? 8 : 7;
-  std::vector<int8_t> codes;
+  std::vector<int8_t> codes, own;  // `own` are those of a block
   std::vector<float> scales, sums;
 
   template <int TERMS>
@@ -297,33 +297,43 @@ struct Rounded {
     const float most = HAS_VNNI || (TERMS == 1 && of.bits == 4) ? 127 : 63;  // a pair of products with codes is exact in 16 bits
     const float largest_code = TERMS == 2 ? most * (1 << SHIFT) : most;
     const int64_t block = of.block, blocks = of.inputs / block;
-    codes.resize(count * TERMS * of.inputs), scales.resize(count * blocks), sums.resize(count * blocks);
+    const bool alone = count * TERMS == 1;  // its codes are in order
+    codes.resize(count * TERMS * of.inputs + LANES), scales.resize(count * blocks), sums.resize(count * blocks);
+    own.resize(TERMS * (block + LANES));
     for (int64_t number = 0; number < count * blocks; ++number) {
       const float* const values = rows + number * block;
+      int8_t *const high = alone ? codes.data() + number * block : own.data(), *const low = own.data() + block + LANES;
       int32_t bits = 0;  // of the largest magnitude; compilers vectorise the maximum of integers
       for (int64_t i = 0; i < block; ++i) {
-        int32_t own;
-        std::memcpy(&own, values + i, sizeof own);
-        bits = std::max(bits, own & 0x7fffffff);
+        int32_t magnitude;
+        std::memcpy(&magnitude, values + i, sizeof magnitude);
+        bits = std::max(bits, magnitude & 0x7fffffff);
       }
       float largest;
       std::memcpy(&largest, &bits, sizeof largest);
       const float factor = largest > 1e-30f ? largest_code / largest : 0;  // of smaller ones it overflows
-      int32_t sum = 0;
-      for (int64_t i = 0; i < block; i += LANES) {
-        int8_t bytes[TERMS][LANES];
-        float last[LANES] = {};
-        if (i + LANES > block) std::copy(values + i, values + block, last);
-        const Ints rounded = nearest(load(i + LANES > block ? last : values + i) * factor);
+      Ints added = {};
+      const auto round_at = [&](const float* from, int64_t i) {
+        const Ints rounded = nearest(load(from) * factor);
+        added += rounded;
+        if (TERMS == 1) return store_bytes(rounded, high + i);
         const Ints upper = (rounded + (1 << (SHIFT - 1))) >> SHIFT;
-        store_bytes(TERMS == 2 ? upper : rounded, bytes[0]);
-        if (TERMS == 2) store_bytes(rounded - (upper << SHIFT), bytes[TERMS - 1]);
-        for (int lane = 0; lane < LANES; ++lane) sum += rounded[lane];
-        for (int64_t j = 0; j < std::min<int64_t>(LANES, block - i); j += TOGETHER)
-          for (int term = 0; term < TERMS; ++term)
-            std::memcpy(codes.data() + place<TERMS>(number / blocks, number % blocks * block + i + j, count) + term * TOGETHER,
-                        bytes[term] + j, TOGETHER);
+        store_bytes(upper, high + i), store_bytes(rounded - (upper << SHIFT), low + i);
+      };
+      int64_t i = 0;
+      for (; i + LANES <= block; i += LANES) round_at(values + i, i);
+      if (i < block) {
+        float last[LANES] = {};
+        std::copy(values + i, values + block, last);
+        round_at(last, i);
       }
+      for (i = 0; i < block && !alone; i += TOGETHER) {
+        int8_t* const at = codes.data() + place<TERMS>(number / blocks, number % blocks * block + i, count);
+        std::memcpy(at, high + i, TOGETHER);
+        if (TERMS == 2) std::memcpy(at + TOGETHER, low + i, TOGETHER);
+      }
+      int32_t sum = 0;
+      for (int lane = 0; lane < LANES; ++lane) sum += added[lane];
       scales[number] = largest / largest_code, sums[number] = sum * scales[number];
     }
   }
