@@ -337,18 +337,22 @@ def test_a_pass_of_the_usual_form_calls_no_forward_of_the_model(
     assert own_passes == [count for count in (1, 3, 1, 24, 2) for _ in range(1 if is_usual else 2)]
 
 
-@pytest.mark.parametrize("method", ["none", "prompt_lookup", "lookahead", "layer_skip"])
+@pytest.mark.parametrize("method", ["none", "prompt_lookup", "token_recycling", "lookahead", "layer_skip"])
 def test_decoding_by_the_largest_logits_gives_the_tokens_of_generate(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_SCREENED", 1)
-    target = Target(in_bfloat16())
-    prompt = tokens_of(30).tolist()
-    expected = greedy_tokens(target, prompt, max_new_tokens=20)
+    """Rounds are those of all logits, which some drafters learn from."""
+    prompt, rounds = tokens_of(30).tolist(), []
     fields = {"mask": "attention:1"} if method == "layer_skip" else {}
-    drafter = build_drafter(SpeculativeConfig(method, **fields), target)
-    for _ in range(2):  # layers run in one call from the second text on
-        assert decode(target, drafter, prompt, Sampling(), 20).tokens == expected
-    output = few_rows_weight(decoding_view(target.model).get_output_embeddings())
-    assert output is not None and output.screen is vars(output)["screen"] is not None
+    for least in (2**22, 1):
+        monkeypatch.setattr(cpu, "_SCREENED", least)
+        target = Target(in_bfloat16())
+        drafter = build_drafter(SpeculativeConfig(method, **fields), target)
+        for _ in range(2):  # some drafters learn
+            result = decode(target, drafter, prompt, Sampling(), 20)
+            assert result.tokens == greedy_tokens(target, prompt, max_new_tokens=20)
+        rounds.append(result.stats.rounds)
+        output = few_rows_weight(decoding_view(target.model).get_output_embeddings())
+        assert output is not None and (output.screen is None) == (least > 1)
+    assert rounds[0] == rounds[1]
 
 
 def test_positions_that_depend_on_the_length_of_a_text_are_not_computed_ahead() -> None:
