@@ -74,8 +74,7 @@ class Drafter:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "observe_logits" in cls.__dict__:
-            cls.reads_logits = True
+        cls.reads_logits = cls.observe_logits is not Drafter.observe_logits
         if "method" in cls.__dict__:
             before = _CLASSES.get(cls.method.name)
             again = before is not None and (before.__module__, before.__qualname__) == (cls.__module__, cls.__qualname__)

@@ -533,7 +533,7 @@ inline bool any_reaches(Floats values, Floats others) {
 }
 
 // Computes logits of which the largest of each row are exact, in place and value, in the share of a thread. Codes of 8 bits, by
-// rows of 16, show which panels may have it, and only those are multiplied by the weight itself. Comparisons with NaN count as
+// activations of 16 bits or 14, show which panels may have it, and only those are multiplied by the weight itself. Comparisons with NaN count as
 // "may", so a row without a largest logit is computed whole. `most` is memory for count values of each thread.
 void find_largest(const Weight& of, const Weight& codes, const float* distances, const float* rows, float* logits, int64_t count,
                   float* most, Clock& clock) {

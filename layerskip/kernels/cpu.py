@@ -54,7 +54,7 @@ _MEASURED, _INPUTS = 2**26, 1024  # bytes and inputs of a weight that few caches
 _COUNTS = (1, 2, 3, 4, 5, 6, 8, 12, 16, MOST_ROWS)  # rows that are measured with it
 _REPEATS = 4  # measurements of each
 _FASTER = 0.97  # the share of the time that counts as faster
-_SCREENED, _SCREENED_BITS = 2**22, 10  # values and bits of the smallest weight whose largest products are found by 8 bits
+_SCREENED = 2**22  # values of the smallest weight whose largest products are found by 8 bits
 _ROOM = 64  # roundings of a product beside those of its sum
 _LISTED = 1e-3  # the largest share of the values that are listed
 _LIMIT_SECONDS = 120  # for the compiler
@@ -90,8 +90,10 @@ class FewRowsWeight(ctypes.Structure):
     @functools.cached_property
     def screen(self) -> Screen | None:
         """How the largest products are found by fewer bytes than all of them take; None where these are few."""
-        fits = self.bits > _SCREENED_BITS and self.inputs % _TOGETHER == 0 and self._weight.numel() >= _SCREENED
-        return Screen.of(self._weight) if fits else None
+        if self.bits < 16 or self.inputs % _TOGETHER or self._weight.numel() < _SCREENED:
+            return None
+        found = Screen.of(self._weight)
+        return found if found.codes.bits == 8 else None  # codes of nearly equal weights fit 4 bits
 
     def __deepcopy__(self, _: Any) -> FewRowsWeight:
         return self

@@ -3,7 +3,8 @@
 A model's own ``forward`` takes about a millisecond of Python, a sixth of a draft of few bits. Here, its modules embed the
 tokens and their positions. One call computes the layers that see the same positions, and the last call also the norm after
 them and the output layer. No model code is copied and no family is named. A model has the usual form if its ``forward``
-uses no other names than that form does, and if first results equal those of its own ``forward`` bit by bit.
+uses no other names than that form does, and if first results equal those of its own ``forward`` bit by bit. Sliding windows,
+which first texts do not fill, follow from these names and the configuration.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class CpuPass:
 
     def __init__(self, model: PreTrainedModel) -> None:
         body: Any = body_of(model)
-        usual = uses(model, _MODEL, _MODEL_MAY_USE) and uses(body, _BODY, _BODY_MAY_USE) and _is_usual(model)
+        usual = uses(model, _MODEL, _MODEL_MAY_USE) and uses(body, _BODY, _BODY_MAY_USE)
         self._layers = _kept_layers(body)
         if not usual or not self._layers:
             raise ValueError(f"{type(model).__name__} has another form")
@@ -184,17 +185,11 @@ def _kept_layers(body: Any) -> list[Any]:
     return [layer for layer in getattr(body, "layers", ()) if not is_skipped(layer)]
 
 
-def _is_usual(model: PreTrainedModel) -> bool:
-    """Return whether a model's ``forward`` uses none of the names that change logits or attention, by its configuration."""
-    config: Any = model.config.get_text_config(decoder=True)
-    return not any(getattr(config, name, None) for name in ("final_logit_softcapping", "use_bidirectional_attention"))
-
-
 def _kinds(model: PreTrainedModel, body: Any) -> list[str]:
     """Return what each layer sees: all positions before it, or a window of them.
 
     Raises:
-        ValueError: a layer sees something else.
+        ValueError: a layer sees something else, or logits are changed.
     """
     config: Any = model.config.get_text_config(decoder=True)
     kind: Any = type(body)
@@ -202,6 +197,7 @@ def _kinds(model: PreTrainedModel, body: Any) -> list[str]:
     kinds = ["full_attention"] * len(body.layers)
     if "create_sliding_window_causal_mask" in names and getattr(config, "sliding_window", None) is not None:
         kinds = list(config.layer_types) if "layer_types" in names else [_WINDOW] * len(body.layers)
-    if not {*kinds} <= {"full_attention", _WINDOW}:
+    changes = (getattr(config, name, None) for name in ("final_logit_softcapping", "use_bidirectional_attention"))
+    if any(changes) or not {*kinds} <= {"full_attention", _WINDOW}:
         raise ValueError(f"{type(model).__name__} has layers of another kind")
     return kinds

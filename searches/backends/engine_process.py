@@ -111,7 +111,8 @@ class EngineProcess:
         try:
             if code := self._guard.wait(limit_seconds):
                 tail = self.log_tail()
-                raise BackendError(f"{self.name}: {tail.strip().rpartition(chr(10))[2][:_SHOWN] or _end(code)}", tail)
+                words = [error[1] for error in _ERROR.finditer(tail)] or tail.strip().splitlines() or [_end(code)]
+                raise BackendError(f"{self.name}: {words[-1][:_SHOWN]}", tail)
         except subprocess.TimeoutExpired:
             raise self.error(f"not done after {limit_seconds:g} seconds") from None
         finally:

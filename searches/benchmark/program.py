@@ -66,6 +66,7 @@ def benchmark(config: DictConfig) -> dict[str, Any]:
         "configs": {name: drafting.to_dict() for name, drafting in configs.items()},
         "results": {name: _result(rows, name, rivals.get(name), configs, each) for name, each in decoders.items()},
         "read_gigabytes_per_second": reads,
+        "left_out": ended,
         "engines": {peer.engine: peer.version for peer in engines.values()},
         "engine_precision": {name: peer.precision for name, peer in engines.items()},
     }

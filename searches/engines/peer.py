@@ -232,8 +232,9 @@ def interleave_alive(
         alive = {name: each for name, each in contenders.items() if name not in ended}
         repeat, done = divmod(len(rows), len(prompts))
         left, before = PromptSet(prompts.items[done:]), PromptSet(prompts.items[:done]) if done else None
+        again, own = 1 if done else repeats - repeat, replace(task, seed=task.seed + 1000 * repeat)
         try:
-            for row in interleave(target, left, alive, replace(task, seed=task.seed + 1000 * repeat), before=before):
+            for row in interleave(target, left, alive, own, again, before=before):
                 rows.append(row)
                 on_prompt()
         except UnsupportedModel as error:

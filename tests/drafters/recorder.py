@@ -42,6 +42,7 @@ class Recorder(Drafter):
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.tree_tokens, self.reads_features = drafter.tree_tokens, drafter.reads_features
+        self.reads_logits = drafter.reads_logits
         self.drafts: list[tuple[Tokens, list[Tokens]]] = []
 
     def start(self, prompt: Sequence[int], cache: KVCache, chooser: Chooser) -> None:

@@ -186,7 +186,7 @@ def _logits(matrix: Tensor, rows: Tensor, product: type[FewRowsWeight] = HalfWei
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("kind", ["alike", "copies", "near copies", "outliers", "zeros", "not finite"])
+@pytest.mark.parametrize("kind", ["alike", "copies", "near copies", "outliers", "small", "zeros", "not finite"])
 @pytest.mark.parametrize("product", [HalfWeight, FloatWeight])
 @pytest.mark.usefixtures("threads")
 def test_codes_of_8_bits_never_hide_the_largest_logit(
@@ -204,8 +204,10 @@ def test_codes_of_8_bits_never_hide_the_largest_logit(
             matrix = matrix.bfloat16().float()
         elif kind == "outliers":
             matrix[::7, 3], rows[::2, 5] = 300.0, 1e4
+        elif kind == "small":
+            matrix = (matrix * 1e-5).bfloat16().float()
         elif kind == "zeros":
-            matrix[1:], rows[::3] = 0.0, 0.0
+            matrix[outputs % 2 :], rows[::3] = 0.0, 0.0
         elif kind == "not finite":
             matrix[1, 2], rows[0, 1], rows[1, 0], rows[2] = float("inf"), float("nan"), float("inf"), -float("inf")
         expected, found = _logits(matrix, rows, product)

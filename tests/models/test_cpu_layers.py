@@ -337,6 +337,23 @@ def test_a_pass_of_the_usual_form_calls_no_forward_of_the_model(
     assert own_passes == [count for count in (1, 3, 1, 24, 2) for _ in range(1 if is_usual else 2)]
 
 
+@pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma3_text", "ministral"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_windows_of_8_positions_begin_to_move_where_those_of_the_model_do(family: str, count: int) -> None:
+    model, text = in_bfloat16(family), tokens_of(60)
+    usual, own = shared_copy(model), shared_copy(model)
+    vars(own).pop("cpu_pass")
+    caches = [KVCache(model.config.num_hidden_layers, 64) for _ in range(2)]
+    with torch.inference_mode():
+        for start in (0, 5, *range(6, 30, count)):
+            block = text[start : start + (5 if not start else count if start > 5 else 1)]
+            results = []
+            for view, cache in zip((usual, own), caches, strict=True):
+                cache.length = start
+                results.append(forward(view, block, cache, len(block)))
+            assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("method", ["none", "prompt_lookup", "token_recycling", "lookahead", "layer_skip"])
 def test_decoding_by_the_largest_logits_gives_the_tokens_of_generate(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds are those of all logits, which some drafters learn from."""
