@@ -494,18 +494,19 @@ inline float sum_of(Floats values) {
 // room for rounded sums.
 struct Bounds {
   const float* distances;
-  float size, error;
+  float size, error, least;  // `least` is what the largest logit is at least, by the panels that were looked at
 
   Bounds(const float* distances, const float* row, const Rounded& rounded, int64_t number, int64_t count, const Weight& codes)
-      : distances(distances) {
+      : distances(distances), least(-std::numeric_limits<float>::infinity()) {
     double squares = 0, errors = 0;
-    const int64_t inputs = codes.inputs;
-    for (int64_t i = 0; i < inputs; ++i) {
-      const int8_t* const parts = rounded.codes.data() + Rounded::place<2>(number, i, count);
-      const int32_t code = parts[0] * (1 << Rounded::SHIFT) + parts[TOGETHER];
-      const double off = row[i] - static_cast<double>(code) * rounded.scales[(number * inputs + i) / codes.block];
-      squares += static_cast<double>(row[i]) * row[i], errors += off * off;
-    }
+    const float* scale = rounded.scales.data() + number * (codes.inputs / codes.block);
+    for (int64_t first = 0; first < codes.inputs; first += codes.block, ++scale)
+      for (int64_t i = first; i < first + codes.block; ++i) {
+        const int8_t* const parts = rounded.codes.data() + Rounded::place<2>(number, i, count);
+        const int32_t code = parts[0] * (1 << Rounded::SHIFT) + parts[TOGETHER];
+        const double off = row[i] - static_cast<double>(code) * *scale;
+        squares += static_cast<double>(row[i]) * row[i], errors += off * off;
+      }
     size = 1.001 * std::sqrt(squares), error = 1.001 * std::sqrt(errors);
   }
 
@@ -533,36 +534,39 @@ inline bool any_reaches(Floats values, Floats others) {
 }
 
 // Computes logits of which the largest of each row are exact, in place and value, in the share of a thread. Codes of 8 bits, by
-// activations of 16 bits or 14, show which panels may have it, and only those are multiplied by the weight itself. Comparisons with NaN count as
-// "may", so a row without a largest logit is computed whole. `most` is memory for count values of each thread.
+// activations of 16 bits or 14, show which panels may have it, and only those are multiplied by the weight itself. Comparisons
+// with NaN count as "may", so a row without a largest logit is computed whole. `most` is memory for count values of each thread.
 void find_largest(const Weight& of, const Weight& codes, const float* distances, const float* rows, float* logits, int64_t count,
                   float* most, Clock& clock) {
   const Share panels(panels_of(of.outputs));
   const Rounded& rounded = multiply_integers<8, 2>(codes, rows, logits, count, panels.begin, panels.end);
+  static thread_local std::vector<Bounds> bounds;
+  bounds.clear();
   for (int64_t row = 0; row < count; ++row) {
-    const Bounds bounds(distances, rows + row * of.inputs, rounded, row, count, codes);
-    Floats least = spread(-std::numeric_limits<float>::infinity());
+    const Bounds& own = bounds.emplace_back(distances, rows + row * of.inputs, rounded, row, count, codes);
+    Floats least = spread(own.least);
     for (int64_t at = panels.begin * PANEL; at < std::min(of.outputs, panels.end * PANEL); at += LANES) {
-      const Floats own = load_logits(logits + row * of.outputs + at, of.outputs - at) - bounds.of(at / PANEL, at % PANEL / LANES);
-      least = own > least ? own : least;
+      const Floats low = load_logits(logits + row * of.outputs + at, of.outputs - at) - own.of(at / PANEL, at % PANEL / LANES);
+      least = low > least ? low : least;
     }
     float& mine = most[omp_get_thread_num() * count + row] = least[0];
     for (int lane = 1; lane < LANES; ++lane) mine = std::max(mine, least[lane]);
   }
   clock.wait(PRODUCTS);
-  for (int64_t row = 0; row < count; ++row) {
-    const Bounds bounds(distances, rows + row * of.inputs, rounded, row, count, codes);
-    float least = most[row];
-    for (int64_t thread = 1; thread < omp_get_num_threads(); ++thread) least = std::max(least, most[thread * count + row]);
-    for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
+  for (int64_t row = 0; row < count; ++row)
+    for (int64_t thread = 0; thread < omp_get_num_threads(); ++thread)
+      bounds[row].least = std::max(bounds[row].least, most[thread * count + row]);
+  for (int64_t panel = panels.begin; panel < panels.end; ++panel)  // which stays in the cache for all rows
+    for (int64_t row = 0; row < count; ++row) {
+      const Bounds& own = bounds[row];
       bool may = false;
       for (int64_t v = 0; v < 2; ++v) {
         const int64_t at = panel * PANEL + v * LANES;
-        may |= any_reaches(load_logits(logits + row * of.outputs + at, of.outputs - at) + bounds.of(panel, v), spread(least));
+        const Floats high = load_logits(logits + row * of.outputs + at, of.outputs - at) + own.of(panel, v);
+        may |= any_reaches(high, spread(own.least));
       }
       if (may) multiply_share(of, rows + row * of.inputs, logits + row * of.outputs, 1, Share(panel, panel + 1));
     }
-  }
 }
 
 void normalise_row(const float* row, const float* scale, float* result, int64_t width, float epsilon) {

@@ -443,11 +443,11 @@ def _is_plain(tensor: Tensor) -> bool:
 def uses(module: Any, needed: str, possible: str = "") -> bool:
     """Return whether the ``forward`` of a module uses all needed names, and others only as far as they are possible."""
     kind: Any = type(module)
-    return set(needed.split()) <= _names(kind) <= {*needed.split(), *possible.split()}
+    return set(needed.split()) <= names_of(kind) <= {*needed.split(), *possible.split()}
 
 
 @functools.cache
-def _names(module: Any) -> frozenset[str]:
+def names_of(module: Any) -> frozenset[str]:
     """Return the names that the ``forward`` of a type uses, with those of the ``_norm`` that some norms call."""
     functions = [inspect.unwrap(getattr(module, name)) for name in ("forward", "_norm") if hasattr(module, name)]
     codes = [function.__code__ for function in functions if hasattr(function, "__code__")]

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from layerskip.kernels.cpu import MOST_ROWS, DecoderStack
 from layerskip.models.architecture import is_skipped
 from layerskip.models.cache import KVCache
-from layerskip.models.cpu_layers import _names, factors_of_norm, is_step, stacks_of, uses
+from layerskip.models.cpu_layers import factors_of_norm, is_step, names_of, stacks_of, uses
 from layerskip.models.forward import body_of, receive
 from layerskip.models.packing import few_rows_weight
 from layerskip.models.positions import depends_on_positions_alone
@@ -63,7 +63,7 @@ class CpuPass:
         # By kind of layer, the cosines and sines of a text from a position on, where they depend on each position alone.
         self._tables: dict[str, tuple[int, Tensor, Tensor]] = {}
         self._ahead = _AHEAD if depends_on_positions_alone(model) else 0
-        self._kinds_turn = "layer_type" in inspect.signature(body.rotary_emb.forward).parameters
+        self._rotary_by_kind = "layer_type" in inspect.signature(body.rotary_emb.forward).parameters
         self.harmless: list[Any] = [receive]  # hooks, and other ``forward`` of layers, that need not know of a pass
         self._stack: weakref.ref[DecoderStack] | None = None  # that of the last text
         self._is_hooked = False  # whether hooks want to know of its passes
@@ -107,9 +107,10 @@ class CpuPass:
             return None
         window = self._window if self._window < start + count else 0  # a shorter text is seen whole
         # By kind of layer, the window and the positions of a pass. Layers of one call have the same.
-        ways = {kind: (window if kind == _WINDOW else 0, kind if self._kinds_turn else "") for kind in self._kinds}
-        masks = {own: _mask(own, count, start, device) if seen is None else seen for own, _ in ways.values()}
-        rotary = {kind: self._rotary(body, hidden, start, kind, positions) for _, kind in ways.values()}
+        ways = {kind: (window if kind == _WINDOW else 0, kind if self._rotary_by_kind else "") for kind in {*self._kinds}}
+        windows, turns = map(set, zip(*ways.values(), strict=True))
+        masks = {own: _mask(own, count, start, device) if seen is None else seen for own in windows}
+        rotary = {kind: self._rotary(body, hidden, start, kind, positions) for kind in turns}
         place = 0
         for stack in stacks:
             (own, kind), *others = {ways[kind] for kind in self._kinds[place : place + len(stack.layers)]}
@@ -193,7 +194,7 @@ def _kinds(model: PreTrainedModel, body: Any) -> list[str]:
     """
     config: Any = model.config.get_text_config(decoder=True)
     kind: Any = type(body)
-    names = _names(kind)
+    names = names_of(kind)
     kinds = ["full_attention"] * len(body.layers)
     if "create_sliding_window_causal_mask" in names and getattr(config, "sliding_window", None) is not None:
         kinds = list(config.layer_types) if "layer_types" in names else [_WINDOW] * len(body.layers)

@@ -107,7 +107,7 @@ class EngineProcess:
         return time.monotonic() - self.started
 
     def wait_for_end(self, limit_seconds: float) -> None:
-        """Wait until a command succeeds. Else, or if it is late, raise a :class:`BackendError` with its last line."""
+        """Wait until a command succeeds; otherwise raise a :class:`BackendError` with its last error or line."""
         try:
             if code := self._guard.wait(limit_seconds):
                 tail = self.log_tail()
