@@ -37,7 +37,7 @@ system: setup           ## the second tier: whole programs, killed processes, se
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m system $(ARGS)
 
 lossless: setup gemma   ## every drafter against transformers' generate, and scans against decoding, on all packaged prompts
-	LAYERSKIP_ALL_PROMPTS=1 $(BIN)/python -m pytest -n 2 --dist load $(EXHAUSTIVE)
+	LAYERSKIP_ALL_PROMPTS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(EXHAUSTIVE)
 
 launchers: setup        ## two workers of one study by each launcher whose cluster runs here; docs/scale.md
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[launchers]"

@@ -15,6 +15,7 @@ from layerskip.config import StopRule
 from layerskip.decoding.drafter import Drafter
 from layerskip.decoding.verify import Verdict
 from layerskip.device.transfer import read_to_host
+from layerskip.kernels.cpu import find_likeliest
 
 _ROWS = 8
 # Of the adaptive rule, as in the paper:
@@ -26,7 +27,8 @@ _THRESHOLD_DECAY = 0.9  # weight of the past in the threshold
 
 def confidence(logits: Tensor) -> Tensor:
     """Return ``[n]`` float32 for ``[n, V]`` logits: the probability of each row's most likely token."""
-    return torch.cat([part.float().softmax(-1).amax(-1) for part in portions(logits)])
+    found = find_likeliest(logits.float(), with_probabilities=True)
+    return torch.cat([part.float().softmax(-1).amax(-1) for part in portions(logits)]) if found is None else found[1]
 
 
 def portions(rows: Tensor) -> Sequence[Tensor]:

@@ -856,6 +856,37 @@ void normalise(const float* rows, const float* scale, float* results, int64_t co
   clock.end(OTHERS);
 }
 
+// The places of the largest values of rows [count, width], the first of several, and the probabilities there unless these are
+// null. A row with NaN has the first one's place. Without a finite largest value, a probability is NaN.
+void find_likeliest(const float* rows, int64_t count, int64_t width, int64_t* places, float* probabilities, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && count > 1)
+  for (int64_t row = 0; row < count; ++row) {
+    const float* const values = rows + row * width;
+    Floats most = spread(-std::numeric_limits<float>::infinity()), sums = {};
+    Ints is_nan = {};
+    for (int64_t at = 0; at < width; at += LANES) {
+      const Floats found = load_logits(values + at, width - at);
+      most = found > most ? found : most, is_nan |= found != found;
+    }
+    float largest = most[0];
+    bool has_nan = is_nan[0];
+    for (int lane = 1; lane < LANES; ++lane) largest = std::max(largest, most[lane]), has_nan |= is_nan[lane] != 0;
+    int64_t place = 0;
+    if (!has_nan)
+      while (!any_reaches(load_logits(values + place, width - place), spread(largest))) place += LANES;
+    while (has_nan ? !std::isnan(values[place]) : values[place] != largest) ++place;
+    places[row] = place;
+    for (int64_t at = 0; at < width && probabilities; at += LANES) {
+      const Floats found = load_logits(values + at, width - at);
+      Floats powers;
+      for (int lane = 0; lane < LANES; ++lane) powers[lane] = exponential(found[lane] - largest);
+      sums += powers;
+    }
+    if (probabilities)
+      probabilities[row] = std::isfinite(values[place]) ? 1 / sum_of(sums) : std::numeric_limits<float>::quiet_NaN();
+  }
+}
+
 // Decoder layers of one shape, one after the other: hidden [count, inputs] to outputs [layers, count, inputs]. Keys and values of
 // those with attention, [heads, capacity, width], have `start` positions and take the new ones. visible [count, visible_stride]
 // says which positions a row sees; null if there is one row, which sees all. The output layer is null, or computes logits

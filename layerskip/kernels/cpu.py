@@ -56,6 +56,7 @@ _REPEATS = 4  # measurements of each
 _FASTER = 0.97  # the share of the time that counts as faster
 _SCREENED = 2**22  # values of the smallest weight whose largest products are found by 8 bits
 _ROOM = 64  # roundings of a product beside those of its sum
+_WIDE = 4096  # logits of a row
 _LISTED = 1e-3  # the largest share of the values that are listed
 _LIMIT_SECONDS = 120  # for the compiler
 PARTS = ("products", "attention", "other operators", "waiting at barriers")
@@ -376,6 +377,23 @@ def normalise(hidden: Tensor, scale: Tensor, epsilon: float) -> Tensor:
     return output
 
 
+def find_likeliest(logits: Tensor, with_probabilities: bool = False) -> tuple[Tensor, Tensor] | None:
+    """Return the place of the largest of each row of logits ``[..., V]`` float32, the first of several, and its probability.
+
+    They are ``[...]``, int64 and float32; probabilities are undefined unless asked for, and NaN where the largest is not
+    finite. None where torch is as fast: on other devices, and for few logits.
+    """
+    width = logits.shape[-1]
+    if logits.dtype != torch.float32 or logits.device.type != "cpu" or width < _WIDE or not has_kernels():
+        return None
+    rows = logits.detach().contiguous()
+    places, found = rows.new_empty(rows.shape[:-1], dtype=torch.int64), rows.new_empty(rows.shape[:-1])
+    probabilities = found.data_ptr() if with_probabilities else None
+    threads = torch.get_num_threads()
+    _library().find_likeliest(rows.data_ptr(), places.numel(), width, places.data_ptr(), probabilities, threads)
+    return places, found
+
+
 class DecoderLayer(ctypes.Structure):
     """A decoder layer for :class:`DecoderStack`: ``Layer`` of ``cpu.cpp``.
 
@@ -592,6 +610,7 @@ def _library() -> Any:
         "set_packed_rows": [number] * 2,
         "set_clock": [pointer],
         "multiply": [pointer] * 3 + [size, number],
+        "find_likeliest": [pointer, size, size, pointer, pointer, number],
         "normalise": [pointer] * 3 + [size] * 2 + [ctypes.c_float],
         "decode": [pointer, size, *[pointer] * 7, *[size] * 5, number, pointer, ctypes.c_float, *[pointer] * 3, size]
         + [pointer] * 2,
