@@ -700,7 +700,7 @@ inline Floats sums_of(Floats* vectors) {
 
 // Products of QUERIES queries [QUERIES, width] and LANES keys, times a factor.
 template <int QUERIES>
-inline void score(const float* queries, const float* const* keys, int64_t width, float factor, float* results, int64_t stride) {
+__attribute__((always_inline)) inline void score(const float* queries, const float* const* keys, int64_t width, float factor, float* results, int64_t stride) {
   Floats sums[QUERIES][LANES];
   for (int k = 0; k < LANES; ++k) {
     Floats own[QUERIES] = {};
@@ -743,10 +743,12 @@ inline void weigh(const float* weights, int64_t stride, const float* values, con
 }
 
 // Attention of QUERIES queries [QUERIES, width], whose first positions begin at the same one. Every query is computed as if it
-// were alone. `scores` is memory for QUERIES rows of `stride` numbers, a multiple of LANES.
-template <int QUERIES>
-void attend(const float* queries, const float* keys, const float* values, const Seen* const* seen, int64_t width, float scale,
+// were alone. `scores` is memory for QUERIES rows of `stride` numbers, a multiple of LANES. Queries of a WIDTH that compilers know
+// stay in registers; 0 is for any other.
+template <int QUERIES, int WIDTH>
+void attend(const float* queries, const float* keys, const float* values, const Seen* const* seen, int64_t any_width, float scale,
             float* scores, int64_t stride, float* const* results) {
+  const int64_t width = WIDTH ? WIDTH : any_width;
   int64_t shared = seen[0]->run;
   for (int q = 1; q < QUERIES; ++q) shared = std::min(shared, seen[q]->run);
   const float* at_keys[LANES];
@@ -917,7 +919,11 @@ void decode(const Layer* const* layers, int64_t number, const float* hidden, flo
   float* const factors = gates + count * inner;
   float* const owned = factors + count * inner;
   float* const most = owned + threads * private_size;  // [threads, last]
-  constexpr decltype(&attend<1>) attends[] = {attend<1>, attend<2>, attend<3>, attend<4>};
+  using Attend = decltype(&attend<1, 0>);
+  constexpr Attend any[] = {attend<1, 0>, attend<2, 0>, attend<3, 0>, attend<4, 0>};
+  constexpr Attend of_64[] = {attend<1, 64>, attend<2, 64>, attend<3, 64>, attend<4, 64>};
+  constexpr Attend of_128[] = {attend<1, 128>, attend<2, 128>, attend<3, 128>, attend<4, 128>};
+  const Attend* const attends = width == 64 ? of_64 : width == 128 ? of_128 : any;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     Clock clock;
@@ -962,7 +968,7 @@ void decode(const Layer* const* layers, int64_t number, const float* hidden, flo
             attends[together - 1](from, of_keys, of_values, see, width, layer.scale, scores, stride, results);
           else
             for (int64_t i = 0; i < together; ++i)
-              attend<1>(from + i * width, of_keys, of_values, see + i, width, layer.scale, scores, stride, results + i);
+              attends[0](from + i * width, of_keys, of_values, see + i, width, layer.scale, scores, stride, results + i);
         }
         clock.wait(ATTENTION);
         multiply_share(*weights[3], attended, added, count, panels);

@@ -24,6 +24,7 @@ from layerskip.kernels.cpu import (
     FloatWeight,
     HalfWeight,
     IntegerWeight,
+    find_likeliest,
     has_kernels,
     time_parts,
 )
@@ -254,7 +255,31 @@ def _reference(
     return hidden + (update if last is None else _normed(update, last))
 
 
-@pytest.mark.parametrize("width", [12, 80])
+@pytest.mark.parametrize("width", [4096, 4099, 49157])
+@pytest.mark.usefixtures("threads")
+def test_the_likeliest_of_a_row_is_the_first_of_the_largest_with_its_probability(width: int) -> None:
+    infinite, rows = float("inf"), torch.randn(9, width) * 4
+    rows[0, [7, width - 1]] = 30.0
+    rows[1, width - 1] = 30.0
+    rows[2, [5, 9]] = torch.tensor([infinite, float("nan")])
+    rows[3, 6] = infinite
+    rows[4] = -infinite
+    rows[5, : width - 3] = -infinite
+    rows[6] = 0.0
+    found = find_likeliest(rows[None], with_probabilities=True)
+    assert found is not None
+    expected = rows.double().softmax(-1).max(-1)
+    assert torch.equal(found[0][0], rows.max(-1).indices)
+    assert torch.allclose(found[1][0].double(), expected.values, rtol=1e-4, atol=0, equal_nan=True)
+    for row in range(len(rows)):
+        alone = find_likeliest(rows[row : row + 1], with_probabilities=True)
+        assert alone is not None
+        assert all(
+            torch.equal(one.nan_to_num(), all[0, row : row + 1].nan_to_num()) for one, all in zip(alone, found, strict=True)
+        )
+
+
+@pytest.mark.parametrize("width", [12, 64, 80, 128])
 @pytest.mark.parametrize("sandwich", [False, True])
 @pytest.mark.usefixtures("threads")
 def test_a_layer_equals_its_formula_and_no_row_depends_on_others(width: int, sandwich: bool) -> None:
