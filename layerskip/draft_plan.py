@@ -127,15 +127,11 @@ class DraftPlan:
 
     def format(self) -> str:
         """Return the canonical text form; the inverse of :meth:`parse`. Its first word is the commonest format."""
-        places = [(kind, layer) for kind in ("attention", "mlp") for layer in range(self.layers)]
-        names = {place: self.treatment(*place) for place in places}
+        names = {kind: [self.treatment(kind, layer) for layer in range(self.layers)] for kind in ("attention", "mlp")}
         head = NAMES[self.head_bits]
-        found = Counter([head, *(name for name in names.values() if name != SKIP)])
+        found = Counter([head, *names["attention"], *names["mlp"]])
         base = max(BITS, key=lambda name: found[name])
-        changes: dict[str, dict[int, str]] = {"attention": {}, "mlp": {}}
-        for (kind, layer), name in names.items():
-            if name != base:
-                changes[kind][layer] = name
+        changes = {kind: {layer: name for layer, name in enumerate(row) if name != base} for kind, row in names.items()}
         return _write(_Read(base, changes, head))
 
 

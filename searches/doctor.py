@@ -343,9 +343,8 @@ def _output(found: Findings) -> str:
 
 
 def _speed(found: Findings) -> str:
-    line = (
-        "unknown" if found.seconds_per_token is None else f"{1000 * found.seconds_per_token:.1f} ms a token after the first"
-    )
+    seconds = found.seconds_per_token
+    line = "unknown" if seconds is None else f"{1000 * seconds:.1f} ms a token after the first"
     if found.speedup is not None:
         return line + "; {:.2f} x the plain server's ({:.2f} to {:.2f})".format(*found.speedup)
     return line if found.has_plain or found.is_on is False else f"{line}; the speedup is unknown without plain=URL"
@@ -388,11 +387,8 @@ def _length_advice(found: Findings, name: str) -> str:
     """
     length, counted = len(found.acceptance), found.metrics.counters
     if found.cost is None or not found.rounds or not (length and counted):
-        return (
-            _OFF
-            if found.loses
-            else "Without counts by position (llama-server --metrics), the best draft length is not known."
-        )
+        unknown = "Without counts by position (llama-server --metrics), the best draft length is not known."
+        return _OFF if found.loses else unknown
     share = counted.drafts / found.rounds
     speeds = [(1 + share * sum(found.acceptance[:k])) / (1 + (found.cost - 1) * k / length) for k in range(length + 1)]
     best = max(range(length + 1), key=lambda k: speeds[k])

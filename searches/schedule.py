@@ -511,15 +511,8 @@ def _draw(found: Confirmed, path: Path) -> None:
     for name, row in found.cells.items():
         speedups = np.array([cell.speedup for cell in row]).T
         bars = np.abs(speedups[1:] - speedups[0])
-        axes.errorbar(
-            [cell.concurrency for cell in row],
-            speedups[0],
-            bars,
-            capsize=3,
-            marker="o",
-            label=name,
-            linewidth=2.5 if name == _SCHEDULE else 1,
-        )
+        at, width = [cell.concurrency for cell in row], 2.5 if name == _SCHEDULE else 1
+        axes.errorbar(at, speedups[0], bars, capsize=3, marker="o", label=name, linewidth=width)
     axes.axhline(1, color="0.6", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set(xlabel="requests in flight", ylabel="speedup over no drafting")

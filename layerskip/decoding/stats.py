@@ -58,11 +58,9 @@ class DecodeStats:
     @property
     def acceptance_by_position(self) -> tuple[float, ...]:
         """Entry i: the share of rounds that accepted an i-th token in a row (from 0), among the rounds that drafted one."""
-        rates = []
-        for position in range(max((r.longest for r in self.rounds), default=0)):
-            reached = [r for r in self.rounds if r.longest > position]
-            rates.append(sum(r.accepted > position for r in reached) / len(reached))
-        return tuple(rates)
+        longest = max((r.longest for r in self.rounds), default=0)
+        reached = [[r.accepted > position for r in self.rounds if r.longest > position] for position in range(longest)]
+        return tuple(sum(accepted) / len(accepted) for accepted in reached)
 
     @property
     def acceptance_length_histogram(self) -> dict[int, int]:

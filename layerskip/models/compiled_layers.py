@@ -131,17 +131,12 @@ def prepare_compiling(model: nn.Module) -> None:
 def _find_parallel_layers(model: PreTrainedModel) -> list[list[str]]:
     """Return the names of plain linear layers that read one input in a pass, group by group, and mark their weights."""
     calls: list[tuple[str, Tensor]] = []
-    hooks = [
-        module.register_forward_pre_hook(lambda _module, args, name=name: calls.append((name, args[0])))
-        for name, module in model.named_modules()
-        if _is_plain(module)
-    ]
-    try:
+    plain = [(name, module) for name, module in model.named_modules() if _is_plain(module)]
+    with contextlib.ExitStack() as hooks:
+        for name, module in plain:
+            hooks.enter_context(module.register_forward_pre_hook(lambda _, args, name=name: calls.append((name, args[0]))))
         width = model.config.get_text_config(decoder=True).hidden_size
         model(inputs_embeds=torch.zeros(1, 2, width, dtype=model.dtype, device=model.device), use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
     times = Counter(name for name, _ in calls)
     once = [(name, given) for name, given in calls if times[name] == 1]
     found = []

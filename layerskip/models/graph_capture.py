@@ -280,12 +280,9 @@ class CapturingCache(KVCache):
             move.replay((copy_to_device([*offsets, *identity[len(offsets) :]], self.device),), self._move)
 
     def _capture_move(self, identity: Sequence[int]) -> CapturedPass | None:
-        def capture() -> CapturedPass:
-            return self._capture((copy_to_device(identity, self.device),), self._move)
-
         try:
             with self._capturing(), self._static():  # moving positions onto themselves is harmless while capturing
-                return self._within_memory(capture)
+                return self._within_memory(lambda: self._capture((copy_to_device(identity, self.device),), self._move))
         except (RuntimeError, MemoryError) as error:
             if _is_device_lost(error):
                 raise

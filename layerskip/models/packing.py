@@ -9,6 +9,7 @@ another order, and weights are packed for :mod:`layerskip.kernels.cpu` where it 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import platform
 import weakref
@@ -156,13 +157,10 @@ def weigh_inputs(model: PreTrainedModel) -> None:
     text = model.config.get_text_config(decoder=True)
     count = min(_RANDOM, max_positions(model) or _RANDOM)
     tokens = torch.randint(text.vocab_size, (1, count), generator=torch.Generator().manual_seed(0), device="cpu")
-    hooks = [layer.register_forward_pre_hook(_weigh) for layer in layers]
-    try:
-        with torch.no_grad():
-            model(input_ids=tokens, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with contextlib.ExitStack() as hooks, torch.no_grad():
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_pre_hook(_weigh))
+        model(input_ids=tokens, use_cache=False)
     for layer in layers:  # those that tokens do not reach, too, such as a vision tower's
         _importance.setdefault(layer.weight, None)
 

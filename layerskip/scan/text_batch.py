@@ -7,6 +7,7 @@ up to the start of its draft, and to its own draft.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -70,16 +71,12 @@ def run_target(rows: RowModel, tokens: Tensor, prompt: int) -> tuple[Tensor, KVC
             raise rows.unsupported(f"the attention of layer {index} takes no attention_mask")
         masks[index] = kwargs["attention_mask"]
 
-    hooks = [
-        blocks.get_submodule(f"{index}.{name}").register_forward_pre_hook(partial(record_mask, index), with_kwargs=True)
-        for index, block in enumerate(rows.architecture.blocks)
-        for name in block.attention
-    ]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for index, sublayers in enumerate(rows.architecture.blocks):
+            for name in sublayers.attention:
+                module = blocks.get_submodule(f"{index}.{name}")
+                hooks.enter_context(module.register_forward_pre_hook(partial(record_mask, index), with_kwargs=True))
         logits = forward(view, tokens, cache, last=tokens.shape[0] - prompt + 1)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return logits, cache, _each_visible(rows, [masks[index] for index in range(rows.layers)], tokens.shape[0])
 
 

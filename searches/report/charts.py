@@ -118,14 +118,13 @@ def agreement_of_scans(singles: NDArray[np.float64] | None) -> go.Figure | None:
     """Return how often the first drafted token is right with one sub-layer skipped. Unknown cells stay empty."""
     if singles is None or np.isnan(singles).all():
         return None
-    title = {"text": "first drafted token right", "side": "top"}
-    return _by_layer(
-        singles.tolist(),
-        {"title": title},
-        colorscale="Viridis",
-        hoverongaps=False,
-        hovertemplate="layer %{x}, %{y}<br>%{z:.3f}<extra></extra>",
-    ).update_layout(plot_bgcolor="#e5e7eb")
+    bar = {"title": {"text": "first drafted token right", "side": "top"}}
+    style: Any = {
+        "colorscale": "Viridis",
+        "hoverongaps": False,
+        "hovertemplate": "layer %{x}, %{y}<br>%{z:.3f}<extra></extra>",
+    }
+    return _by_layer(singles.tolist(), bar, **style).update_layout(plot_bgcolor="#e5e7eb")
 
 
 def fastest_plan(trials: Iterable[FrozenTrial], layers: int) -> go.Figure | None:

@@ -312,9 +312,8 @@ class SearchSpace:
         if self.copies_bytes is None or self.memory is None:
             return ""
         size = sum(self.copies_bytes(plans).values())
-        return (
-            "" if size <= int(self.memory) else f"copies of weights take {size:,} bytes, and space.memory is {self.memory:,}"
-        )
+        fits = size <= int(self.memory)
+        return "" if fits else f"copies of weights take {size:,} bytes, and space.memory is {self.memory:,}"
 
     def allows(self, config: SpeculativeConfig) -> bool:
         if self.over_memory(config.plans(self.layers)):

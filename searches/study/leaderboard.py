@@ -81,10 +81,6 @@ class Leaderboard:
     def failures(self) -> int:
         return sum(entry.failures for entry in self.entries.values())
 
-    def trials_since_leader(self) -> int:
-        """Return the number of finished trials from the leader's last one on; 0 without a leader."""
-        return sum(trial.number >= self.leader.last for trial in self.trials) if self.leader is not None else 0
-
     def to_beat(self, prompts: Collection[str]) -> float:
         """Return the speedup to beat: the leader's, or 1.0 if plain decoding is faster.
 

@@ -260,7 +260,7 @@ def _refuse_duplicate(trial: optuna.Trial, config: SpeculativeConfig) -> None:
 def _requeue_leader(study: optuna.Study, space: SearchSpace) -> None:
     """Queue the leader again when due. Its replicates are pooled, so that it does not lead by luck."""
     board = leaderboard(study)
-    if board.leader is None or board.trials_since_leader() <= _REMEASURE:
+    if board.leader is None or sum(trial.number >= board.leader.last for trial in board.trials) <= _REMEASURE:
         return
     params = space.params(board.leader.config)
     pending = study.get_trials(deepcopy=False, states=(TrialState.WAITING, TrialState.RUNNING))
