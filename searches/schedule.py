@@ -467,13 +467,10 @@ def report(found: Confirmed, cells: Sequence[Cell], loads: Loads, record: Mappin
     by_contender: list[Row] = []
     for name, row in found.cells.items():
         shown = {f"{cell.concurrency} in flight": with_interval(*cell.speedup) for cell in row}
-        by_contender.append(
-            {"held-out prompts": name}
-            | shown
-            | {"geometric mean": f"{_geometric_mean(cell.speedup[0] for cell in row):.2f}"}
-        )
-    by_contender.append({"held-out prompts": _OFF} | {f"{at} in flight": "1.00" for at in loads.concurrency})
-    by_contender[-1]["geometric mean"] = "1.00"
+        mean = f"{_geometric_mean(cell.speedup[0] for cell in row):.2f}"
+        by_contender.append({"held-out prompts": name} | shown | {"geometric mean": mean})
+    off = {f"{at} in flight": "1.00" for at in loads.concurrency}
+    by_contender.append({"held-out prompts": _OFF} | off | {"geometric mean": "1.00"})
     requests: list[Row] = []
     for cell in found.row:
         metrics, shown = cell.metrics, {"in flight": str(cell.concurrency)}

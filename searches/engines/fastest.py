@@ -117,12 +117,8 @@ class FastestBackend(Backend):
         self._opened, self._peers = contextlib.ExitStack(), dict[str, EnginePeer]()
 
     def describe(self) -> dict[str, Any]:
-        names: dict[str, Any] = {
-            "contender": self.claim.name,
-            "baseline": self.claim.base,
-            "engine_versions": self._versions,
-        }
-        return names | {"target": self.target.digest, "machine": machine(self.target), "version": RESULTS_VERSION}
+        own: dict[str, Any] = {"contender": self.claim.name, "baseline": self.claim.base, "engine_versions": self._versions}
+        return own | {"target": self.target.digest, "machine": machine(self.target), "version": RESULTS_VERSION}
 
     def supports(self, method: str) -> str | None:
         return None if method == self.claim.export.config.method else "it measures one contender of a race"

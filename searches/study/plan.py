@@ -86,8 +86,20 @@ class Plan:
         for method, field, names in _given_paths(config):
             for name in names if field == "datastore" else ():
                 refuse_answers(f"space.ranges.{method}.{field}", str(name), target, prompts)
-        parts = settings, measuring, scanning, sampling, target, backend, workload, prompts, space
-        return cls(*parts, seed=config.seed, outputs=Path(config.outputs), engines=engines)
+        return cls(
+            settings=settings,
+            measuring=measuring,
+            scanning=scanning,
+            sampling=sampling,
+            target=target,
+            backend=backend,
+            workload=workload,
+            prompts=prompts,
+            space=space,
+            seed=config.seed,
+            outputs=Path(config.outputs),
+            engines=engines,
+        )
 
 
 def check_prompts(prompts: PromptSet, target: Target, max_new_tokens: int) -> None:

@@ -54,6 +54,15 @@ def test_an_engine_that_does_not_start_is_an_error_with_its_log(
     assert wait_for(tmp_path, 0) == []
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the score is Linux's")
+def test_where_memory_runs_out_the_kernel_ends_an_engine_before_its_program() -> None:
+    command = [sys.executable, "-uc", "print(open('/proc/self/oom_score_adj').read())"]
+    process = EngineProcess(command, os.environ, "stand-in", asked=True)
+    assert process.receive(30).strip() == "1000"
+    process.stop()
+    assert int(Path("/proc/self/oom_score_adj").read_text()) < 1000
+
+
 def test_an_engine_answers_lines_until_it_ends_or_gives_none_in_time(tmp_path: Path) -> None:
     lines = "import sys, time; print(input()); print(input()); time.sleep(600)"
     process = EngineProcess([sys.executable, "-uc", lines], os.environ, "stand-in", asked=True)
