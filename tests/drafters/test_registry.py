@@ -98,6 +98,8 @@ def test_a_new_method_is_searched() -> None:
     proposed = [space.suggest(study.ask()) for _ in range(80)]
     own = [each for each in proposed if each.method == "repeat_last"]
     assert len({each.value("repeats") for each in own}) > 1
+    study.enqueue_trial(space.params(_of(repeats=3)))
+    assert space.suggest(study.ask()) == _of(repeats=3)
     assert any(member.method == "repeat_last" for each in proposed for member in each.members)
     composed = compose_config("layerskip", ["space.ranges.repeat_last.repeats=[7,7]"])
     narrow = SearchSpace(layers=12, methods=("repeat_last",), ranges=composed.space.ranges)
